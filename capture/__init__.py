@@ -1,0 +1,1 @@
+"""Everything that records what an engine did: ring, collector, trace lake, traffic mirror."""

@@ -1,0 +1,100 @@
+"""Where inferloop keeps its data and the few knobs every command shares.
+
+One object, read from the environment (`INFERLOOP_*`), then from `inferloop.toml` in the working
+directory (or the file named by `INFERLOOP_CONFIG`), then the defaults. Secrets come from the
+environment only. Not for options of a single command: those are its flags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Settings(BaseSettings):
+    """Paths, sizes and connection strings shared by all commands."""
+
+    model_config = SettingsConfigDict(env_prefix="INFERLOOP_", extra="forbid")
+
+    home: Path = Path(".inferloop")
+    ring_dir: Path | None = Field(None, description="default: in /dev/shm, named by home")
+    ring_mib: int = Field(128, ge=1, le=65536)
+    lake_catalog: str | None = Field(None, description="SQLite file, or postgresql:// URL")
+    lake_data: str | None = Field(None, description="directory of the lake's Parquet files")
+    database_url: str | None = Field(None, description="SQLAlchemy URL of the relational database")
+    mirror_share: float = Field(0.01, ge=0.0, le=1.0)
+    mirror_key: SecretStr | None = Field(None, description="key of sampling and pseudonyms")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        toml_file = Path(os.environ.get("INFERLOOP_CONFIG", "inferloop.toml"))
+        toml = TomlConfigSettingsSource(settings_cls, toml_file=toml_file)
+        return init_settings, env_settings, _WithoutSecrets(settings_cls, toml)
+
+    @property
+    def rings(self) -> Path:
+        """Directory of the engines' ring files: shared memory where there is any."""
+        if self.ring_dir is not None:
+            return self.ring_dir
+        if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+            name = hashlib.blake2s(str(self.home.resolve()).encode(), digest_size=6).hexdigest()
+            return SHARED_MEMORY / f"inferloop-{name}"
+        return self.home / "rings"
+
+    @property
+    def lake(self) -> Path:
+        return self.home / "lake"
+
+    @property
+    def traffic(self) -> Path:
+        return self.home / "traffic"
+
+    @property
+    def runs(self) -> Path:
+        return self.home / "runs"
+
+    @property
+    def policy_file(self) -> Path:
+        return self.home / "policy" / "policy.json"
+
+    @property
+    def database(self) -> str:
+        """SQLAlchemy URL of the relational database."""
+        return self.database_url or f"sqlite:///{self.home.resolve() / 'inferloop.sqlite'}"
+
+
+class _WithoutSecrets(PydanticBaseSettingsSource):
+    """The TOML file's values; refuses secrets, which a file would leak into version control."""
+
+    def __init__(self, settings_cls: type[BaseSettings], toml: TomlConfigSettingsSource) -> None:
+        super().__init__(settings_cls)
+        self._toml = toml
+
+    def get_field_value(self, field: object, field_name: str) -> tuple[object, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, object]:
+        values = self._toml()
+        if "mirror_key" in values:
+            raise ValueError(
+                "mirror_key must not stand in a settings file: set INFERLOOP_MIRROR_KEY instead"
+            )
+        return values

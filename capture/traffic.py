@@ -1,0 +1,105 @@
+"""One line of captured traffic, `inferloop.traffic/1`: what a request asked and what it got.
+
+The engine's server, the capture proxy and the replay all speak this type; a traffic file is one
+JSON object a line. Not for writing files: that is `capture.mirror`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA: Literal["inferloop.traffic/1"] = "inferloop.traffic/1"
+
+
+class Sampling(BaseModel):
+    """Sampling parameters as resolved by the server, defaults filled in."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    top_p: float = Field(gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0: no limit")
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class Chunk(BaseModel):
+    """One streamed piece: when it left (ms after arrival) and how many tokens it carried."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    at_ms: float
+    tokens: int
+
+
+class TopAlternatives(BaseModel):
+    """Alternatives at a low-margin output position, likely first."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    position: int = Field(ge=0, description="index in the output")
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Usage(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+    cached_tokens: int = Field(0, ge=0)
+
+
+class TrafficRecord(BaseModel):
+    """A finished, failed or cancelled request.
+
+    `messages` holds a chat request, `prompt` a text completion, `prompt_token_ids` either of them
+    as the engine saw it. Content that was dropped (redaction failed, too large) is None and
+    counted in `dropped`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_: Literal["inferloop.traffic/1"] = Field(SCHEMA, alias="schema")
+    request_id: str = Field(pattern=r"^[0-9a-f]{32}$", description="W3C trace id")
+    conversation_id: str
+    arrival: str = Field(description="UTC, ISO 8601 with microseconds")
+    arrival_ns: int = Field(description="the engine host's monotonic clock")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    stream: bool = False
+    tenant: str
+    route: str
+    class_key: str
+    priority: int = Field(50, ge=0, le=100)
+    model: str
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    rendered_prompt: str | None = None
+    sampling: Sampling
+    output_text: str | None = None
+    output_token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    margins: list[float] | None = None
+    top: list[TopAlternatives] = []
+    status: int = 200
+    finish_reason: str | None = None
+    error_type: str | None = None
+    usage: Usage | None = None
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    duration_ms: float | None = None
+    chunks: list[Chunk] = []
+    fingerprint: str | None = None
+    client: str | None = Field(None, description="address; a keyed pseudonym once written")
+    client_key_id: str | None = None
+    headers: dict[str, str] = {}
+    original_bytes: int | None = Field(None, description="size of the body before truncation")
+    truncated: bool = False
+    redactions: dict[str, int] = {}
+    dropped: str | None = None

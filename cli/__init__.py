@@ -1,0 +1,1 @@
+"""The `inferloop` command: argument handling, nothing else."""

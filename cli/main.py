@@ -1,0 +1,31 @@
+"""The `inferloop` command: its subcommands and how errors reach the user."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Watch an LLM engine token by token, replay traffic, judge the diffs, gate the release.",
+    pretty_exceptions_enable=False,
+)
+
+
+def run() -> None:
+    """Entry point. An error meant for the user (it has an `exit_code`) becomes one clear line."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os._exit(0)
+    except Exception as error:
+        exit_code = getattr(error, "exit_code", None)
+        if exit_code is None or os.environ.get("INFERLOOP_TRACEBACK"):
+            raise
+        typer.echo(f"inferloop: {error}", err=True)
+        sys.exit(int(exit_code))

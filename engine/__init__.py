@@ -1,0 +1,1 @@
+"""The embedded inference engine and its OpenAI-compatible server."""

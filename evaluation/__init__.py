@@ -1,0 +1,1 @@
+"""Labels, statistics, the release gate and the feedback policy."""

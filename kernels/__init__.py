@@ -1,0 +1,1 @@
+"""The engine's numerical operations: fast variants beside their plain PyTorch references."""

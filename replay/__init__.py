@@ -1,0 +1,1 @@
+"""Runs recorded traffic through two builds over HTTP and computes what changed."""

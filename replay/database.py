@@ -1,0 +1,67 @@
+"""The relational database: one declarative base, one way to open it.
+
+SQLite (WAL) by default, PostgreSQL by URL. Tables are created by `migrations`, never here.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import JSON, DateTime, Engine, create_engine, event
+from sqlalchemy.engine import Dialect
+from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
+from sqlalchemy.types import TypeDecorator
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """Time-zone aware UTC timestamps on every backend (SQLite stores none of its own)."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"{value!r} has no time zone: pass an aware datetime")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    type_annotation_map = {  # noqa: RUF012 - SQLAlchemy's own class-level protocol
+        datetime: UtcDateTime,
+        dict[str, Any]: JSON,
+        list[int]: JSON,
+        list[float]: JSON,
+    }
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def create_database_engine(url: str) -> Engine:
+    """An engine for `url`; SQLite gets WAL, foreign keys and a 30 s busy timeout."""
+    engine = create_engine(url, pool_pre_ping=True)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _configure_sqlite)
+    return engine
+
+
+def open_sessions(url: str) -> sessionmaker[Session]:
+    """Sessions on the database at `url`, whose tables must exist (`inferloop db upgrade`)."""
+    return sessionmaker(create_database_engine(url), expire_on_commit=False)
+
+
+def _configure_sqlite(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute("PRAGMA busy_timeout=30000")
+    cursor.close()
