@@ -25,7 +25,10 @@ class Expert(Base):
 
 
 class Presentation(Base):
-    """How one diff was shown to one expert. `new_side` (left or right) never leaves the server."""
+    """How one diff was shown to one expert. `new_side` (left or right) never leaves the server.
+
+    `token` is all that a client gets. `skip_reason` is set when the expert declined to judge.
+    """
 
     __tablename__ = "presentations"
     __table_args__ = (
@@ -38,6 +41,7 @@ class Presentation(Base):
     diff_id: Mapped[int] = mapped_column(ForeignKey("diffs.id", ondelete="CASCADE"))
     expert_id: Mapped[int] = mapped_column(ForeignKey("experts.id"))
     new_side: Mapped[str]
+    skip_reason: Mapped[str | None]
     shown_at: Mapped[datetime] = mapped_column(default=now)
 
     diff: Mapped[Diff] = relationship()
