@@ -24,7 +24,11 @@ class Build(Base):
 
 
 class Run(Base):
-    """One A/A/B replay of a traffic file. `status`: running, valid, invalid (see `reason`)."""
+    """One A/A/B replay of a traffic file.
+
+    `status`: running, valid, invalid (see `reason`) or aborted (interrupted; see `reason`). A run
+    whose process was killed stays `running`; `summary["process"]` says which process that was.
+    """
 
     __tablename__ = "runs"
 
@@ -79,9 +83,10 @@ class Diff(Base):
     """What changed for one request between two arms.
 
     `pair` is `noise` (old_a against old_b) or `change` (old_a against new). `kind` is the first
-    stage at which they differ: same, prompt, prompt_ids, sampling, output, finish, error.
-    `first_divergent` is an index in the output; `margin` the old build's log-probability margin
-    there, in nats.
+    stage at which they differ: error, prompt, prompt_ids, sampling, stop, output, text (equal
+    tokens, other characters), finish; or same. `first_divergent` is an index in the output;
+    `margin` the old build's log-probability margin there, in nats. `input` is what was asked:
+    {"messages": [...]} or {"prompt": "..."}.
     """
 
     __tablename__ = "diffs"
@@ -102,6 +107,7 @@ class Diff(Base):
     margin: Mapped[float | None]
     token_distance: Mapped[int | None]
     text_distance: Mapped[int | None]
+    input: Mapped[dict[str, Any]] = mapped_column(default=dict)
     detail: Mapped[dict[str, Any]] = mapped_column(default=dict)
 
     run: Mapped[Run] = relationship(back_populates="diffs")
