@@ -124,6 +124,7 @@ def _experts_and_labels() -> None:
         _reference("diff_id", "diffs", cascade=True),
         _reference("expert_id", "experts"),
         sa.Column("new_side", sa.String(), nullable=False),
+        sa.Column("skip_reason", sa.String(), nullable=True),
         _time("shown_at"),
         sa.UniqueConstraint("diff_id", "expert_id"),
         sa.CheckConstraint("new_side IN ('left', 'right')", name="ck_presentations_side"),
