@@ -1,0 +1,57 @@
+"""What can go wrong on the trace path, as the user should read it.
+
+Every message names the value, the limit and the way out. `exit_code` tells the command line that
+the error is for the user and not a defect.
+"""
+
+from __future__ import annotations
+
+
+class CaptureError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code = 1
+
+
+class RingError(CaptureError):
+    """A ring cannot be created, written or read."""
+
+
+class RingInUseError(RingError):
+    """The ring's file exists already, with a living writer or without."""
+
+
+class RingSpaceError(RingError):
+    """The file system has no room for the ring."""
+
+
+class RingFormatError(RingError):
+    """The file is no ring, or one that this version cannot read."""
+
+
+class FrameTooLargeError(RingError):
+    """A frame is longer than the ring takes."""
+
+
+class FrameError(CaptureError):
+    """A frame's payload does not have the shape its header promises."""
+
+
+class LakeError(CaptureError):
+    """The trace lake cannot be opened, read or written."""
+
+
+class LakeMissingError(LakeError):
+    """There is no lake at this place yet."""
+
+
+class LakeVersionError(LakeError):
+    """The lake's schema is newer or older than this version reads."""
+
+
+class CollectorError(CaptureError):
+    """The collector cannot start or go on."""
+
+
+class QueryError(CaptureError):
+    """A user's query was refused, failed or ran out of its limits."""
