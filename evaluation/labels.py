@@ -205,7 +205,7 @@ class LabelQueue:
             .join(Diff, Diff.id == Presentation.diff_id)
             .where(Diff.run_id == run.id, Presentation.expert_id == expert.id)
         )
-        return dict(rows.tuples().all())
+        return dict(rows.all())
 
     def _choose(self, session: Session, run: Run, expert: Expert) -> Diff | None:
         seen = set(self._seen(session, run, expert))
