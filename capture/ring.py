@@ -160,7 +160,8 @@ class RingWriter:
     """The one writer of a ring. Threads may share it: hold `lock` from `begin` to `commit`.
 
     `append` is enough for small frames; a hot path reserves a frame with `begin`, fills its payload
-    in place through `words` / `floats` (4-byte views of the data area) and publishes with `commit`.
+    in place through `data` (the data area) or its 4-byte views `words` / `floats`, and publishes it
+    with `commit`.
     """
 
     def __init__(self, path: Path, header: RingHeader, descriptor: int) -> None:
@@ -174,9 +175,9 @@ class RingWriter:
         self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | populate)
         self._bytes = memoryview(self._map)
         self._counters = self._bytes[:HEADER_BYTES].cast("Q")
-        data = np.frombuffer(self._map, dtype=np.uint8, offset=HEADER_BYTES)
-        self.words: npt.NDArray[np.uint32] = data.view(np.uint32)
-        self.floats: npt.NDArray[np.float32] = data.view(np.float32)
+        self.data = self._bytes[HEADER_BYTES:]
+        self.words: npt.NDArray[np.uint32] = np.frombuffer(self.data, np.uint32)
+        self.floats: npt.NDArray[np.float32] = np.frombuffer(self.data, np.float32)
         self._intent = self._tail = self._frames = self._tokens = self._refused = 0
 
     @classmethod
@@ -267,10 +268,10 @@ class RingWriter:
             return
         with self.lock:
             self._counters[STATE] = CLOSED
-            self._counters.release()
-            self._bytes.release()
             self.words = np.empty(0, np.uint32)
             self.floats = np.empty(0, np.float32)
+            for view in (self._counters, self.data, self._bytes):
+                view.release()
             self._map.close()
             os.close(self._descriptor)
 

@@ -1,0 +1,309 @@
+"""Frames back into values: one typed object per frame, or columns for many STEP frames at once.
+
+Columns are NumPy views of the copied bytes. A payload that does not have the shape its header
+promises raises FrameError; a newer schema raises it too, so that nothing is half understood.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from capture.errors import FrameError
+from capture.frames import (
+    EVENT,
+    FINISH,
+    GPU,
+    KERNEL,
+    NONE,
+    REQUEST,
+    ROW_BYTES,
+    ROW_COLUMNS,
+    SCHEMA_VERSION,
+    STEP,
+    STEP_DTYPE,
+    FrameType,
+)
+from capture.reader import FrameBatch
+from capture.ring import FRAME_HEADER_BYTES
+
+Column: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class EngineFrame:
+    time_ns: int
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RequestFrame:
+    time_ns: int
+    request_id: str  # 32 hex digits
+    slot: int
+    arrival_ns: int
+    prompt_tokens: int
+    cached_tokens: int
+    max_tokens: int
+    priority: int
+    adjustment: int
+    tenant: str
+    route: str
+    class_key: str
+
+
+@dataclass(frozen=True)
+class StepFrame:
+    """`step`: the fields of STEP_DTYPE; `rows`: one column per name of ROW_COLUMNS."""
+
+    time_ns: int
+    step: dict[str, Any]
+    rows: dict[str, Column]
+
+
+@dataclass(frozen=True)
+class FinishFrame:
+    """Times in ns; 0 = never happened."""
+
+    time_ns: int
+    slot: int
+    reason: str
+    output_tokens: int
+    admitted_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    detokenized_ns: int
+    serialized_ns: int
+    flushed_ns: int
+
+
+@dataclass(frozen=True)
+class EventFrame:
+    time_ns: int
+    kind: str
+    request_id: str | None
+    slot: int | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class KernelFrame:
+    """Columns of equal length; `kernel` indexes `names`."""
+
+    time_ns: int
+    step_id: int
+    names: list[str]
+    start_ns: Column
+    layer: Column
+    kernel: Column
+    duration_us: Column
+
+
+@dataclass(frozen=True)
+class GpuFrame:
+    """NaN: not available, `unavailable` says why."""
+
+    time_ns: int
+    index: int
+    utilization_pct: float
+    sm_pct: float
+    memory_bandwidth_pct: float
+    memory_used_bytes: float
+    power_w: float
+    temperature_c: float
+    sm_clock_mhz: float
+    memory_clock_mhz: float
+    age_ms: float
+    unavailable: str
+
+
+@dataclass(frozen=True)
+class MarkFrame:
+    time_ns: int
+    text: str
+
+
+Frame: TypeAlias = (
+    EngineFrame
+    | RequestFrame
+    | StepFrame
+    | FinishFrame
+    | EventFrame
+    | KernelFrame
+    | GpuFrame
+    | MarkFrame
+)
+
+
+def decode(batch: FrameBatch, index: int) -> Frame:
+    """The frame at `index` of a batch.
+
+    Raises FrameError for an unknown type, another schema version, or a payload whose size does
+    not fit its counts.
+    """
+    header = batch.headers[index]
+    kind, schema, records = int(header["type"]), int(header["schema"]), int(header["records"])
+    if kind not in _DECODERS:
+        raise FrameError(f"frame {header['sequence']} has the unknown type {kind}")
+    if schema != SCHEMA_VERSION:
+        raise FrameError(
+            f"frame {header['sequence']} has payload schema {schema}, this version reads "
+            f"{SCHEMA_VERSION}: run the collector of the engine's version"
+        )
+    payload = batch.payload(index)
+    try:
+        return _DECODERS[kind](int(header["time_ns"]), payload, records)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        name = FrameType(kind).name
+        raise FrameError(
+            f"{name} frame {header['sequence']} of {len(payload)} bytes with {records} records "
+            f"does not decode: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    """Many STEP frames at once.
+
+    `steps`: structured array of STEP_DTYPE, one element per frame; `counts`: rows of each frame;
+    `rows`: the rows of all frames one after the other, a column per name of ROW_COLUMNS.
+    """
+
+    steps: npt.NDArray[np.void]
+    counts: npt.NDArray[np.int64]
+    rows: dict[str, Column]
+
+
+def decode_steps(batch: FrameBatch, indices: npt.NDArray[np.int64]) -> StepColumns:
+    """Decode the STEP frames at `indices` without a Python loop.
+
+    Frames whose count disagrees with their length must have been sorted out with `well_formed`.
+    """
+    counts = batch.headers["records"][indices].astype(np.int64)
+    words = batch.data.view(np.uint32)
+    starts = (batch.offsets[indices] + FRAME_HEADER_BYTES) // 4
+    width = STEP.size // 4
+    fixed = words[starts[:, None] + np.arange(width)]
+    steps = np.ascontiguousarray(fixed).view(STEP_DTYPE).reshape(-1)
+    first_row = np.cumsum(counts) - counts
+    cells = np.arange(int(counts.sum())) + np.repeat(starts + width - first_row, counts)
+    stride = np.repeat(counts, counts)
+    rows = {}
+    for name, dtype in ROW_COLUMNS.items():
+        rows[name] = words[cells].view(dtype)
+        cells += stride
+    return StepColumns(steps, counts, rows)
+
+
+def well_formed(batch: FrameBatch, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of the STEP frames at `indices` have our schema and as many bytes as rows need."""
+    headers = batch.headers[indices]
+    needed = FRAME_HEADER_BYTES + STEP.size + headers["records"].astype(np.int64) * ROW_BYTES
+    fits: npt.NDArray[np.bool_] = (headers["length"] == needed) & (
+        headers["schema"] == SCHEMA_VERSION
+    )
+    return fits
+
+
+def _text(payload: memoryview, start: int, size: int) -> str:
+    if start + size > len(payload):
+        raise ValueError(f"a text of {size} bytes at {start} is cut off")
+    return bytes(payload[start : start + size]).decode("utf-8", "replace")
+
+
+def _exact(payload: memoryview, size: int) -> None:
+    if len(payload) != size:
+        raise ValueError(f"{size} bytes expected")
+
+
+def _engine(time_ns: int, payload: memoryview, _: int) -> EngineFrame:
+    info = json.loads(bytes(payload))
+    if not isinstance(info, dict):
+        raise ValueError("no JSON object")
+    return EngineFrame(time_ns, info)
+
+
+def _request(time_ns: int, payload: memoryview, _: int) -> RequestFrame:
+    identity, arrival, slot, prompt, cached, limit, priority, adjustment, *sizes, _reserved = (
+        REQUEST.unpack_from(payload)
+    )
+    _exact(payload, REQUEST.size + sum(sizes))
+    names = []
+    start = REQUEST.size
+    for size in sizes:
+        names.append(_text(payload, start, size))
+        start += size
+    return RequestFrame(
+        time_ns, identity.hex(), slot, arrival, prompt, cached, limit, priority, adjustment, *names
+    )
+
+
+def _step(time_ns: int, payload: memoryview, records: int) -> StepFrame:
+    _exact(payload, STEP.size + records * ROW_BYTES)
+    fixed = np.frombuffer(payload, STEP_DTYPE, 1)[0]
+    rows = {}
+    start = STEP.size
+    for name, dtype in ROW_COLUMNS.items():
+        rows[name] = np.frombuffer(payload, dtype, records, start)
+        start += 4 * records
+    return StepFrame(time_ns, {name: fixed[name].item() for name in STEP_DTYPE.names or ()}, rows)
+
+
+def _finish(time_ns: int, payload: memoryview, _: int) -> FinishFrame:
+    slot, tokens, *times, size = FINISH.unpack_from(payload)
+    _exact(payload, FINISH.size + size)
+    return FinishFrame(time_ns, slot, _text(payload, FINISH.size, size), tokens, *times)
+
+
+def _event(time_ns: int, payload: memoryview, _: int) -> EventFrame:
+    identity, slot, kind_size, detail_size = EVENT.unpack_from(payload)
+    _exact(payload, EVENT.size + kind_size + detail_size)
+    return EventFrame(
+        time_ns,
+        _text(payload, EVENT.size, kind_size),
+        identity.hex() if any(identity) else None,
+        None if slot == NONE else slot,
+        _text(payload, EVENT.size + kind_size, detail_size),
+    )
+
+
+def _kernel(time_ns: int, payload: memoryview, records: int) -> KernelFrame:
+    step_id, names_size, _reserved = KERNEL.unpack_from(payload)
+    start = KERNEL.size + names_size
+    _exact(payload, start + 20 * records)
+    names = json.loads(_text(payload, KERNEL.size, names_size))
+    columns = []
+    for dtype in ("<i8", "<i4", "<u4", "<f4"):
+        columns.append(np.frombuffer(payload, dtype, records, start))
+        start += columns[-1].nbytes
+    if records and (not isinstance(names, list) or columns[2].max() >= len(names)):
+        raise ValueError("a kernel has no name")
+    return KernelFrame(time_ns, step_id, names, *columns)
+
+
+def _gpu(time_ns: int, payload: memoryview, _: int) -> GpuFrame:
+    index, size, _reserved, *values = GPU.unpack_from(payload)
+    _exact(payload, GPU.size + size)
+    return GpuFrame(time_ns, index, *values, _text(payload, GPU.size, size))
+
+
+def _mark(time_ns: int, payload: memoryview, _: int) -> MarkFrame:
+    return MarkFrame(time_ns, bytes(payload).decode("utf-8", "replace"))
+
+
+_DECODERS: dict[int, Callable[[int, memoryview, int], Frame]] = {
+    int(FrameType.ENGINE): _engine,
+    int(FrameType.REQUEST): _request,
+    int(FrameType.STEP): _step,
+    int(FrameType.FINISH): _finish,
+    int(FrameType.EVENT): _event,
+    int(FrameType.KERNEL): _kernel,
+    int(FrameType.GPU): _gpu,
+    int(FrameType.MARK): _mark,
+}

@@ -1,0 +1,306 @@
+"""Following a trace ring: copies frames out, checks them, and counts exactly what was missed.
+
+A reader never writes to the ring, and any number may follow one. Not for what the frames mean:
+that is `capture.decode`. Protocol: docs/ring-format.md, "Reading".
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from capture.errors import RingError
+from capture.ring import (
+    ALIGNMENT,
+    CLOSED,
+    FRAME_DTYPE,
+    FRAME_HEADER,
+    FRAME_HEADER_BYTES,
+    FRAME_MAGIC,
+    FRAMES,
+    HEADER_BYTES,
+    INTENT,
+    PADDING,
+    STATE,
+    TAIL,
+    TOKENS,
+    RingHeader,
+    boot_id,
+    process_start,
+)
+
+READ_BYTES = 8 << 20
+STALL_S = 1.0
+SCAN_SLOTS = 16384
+MAX_ATTEMPTS = 32
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a reader stands: what it expects next, and what it has missed so far.
+
+    `delivered` frames = sequence - lost_frames, tokens likewise. `torn` frames were cut off by the
+    writer's death and are part of neither; `corrupt` ones are part of the lost.
+    """
+
+    sequence: int = 0
+    tokens: int = 0
+    position: int = 0
+    lost_frames: int = 0
+    lost_tokens: int = 0
+    torn_frames: int = 0
+    corrupt_frames: int = 0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Frames and tokens that were overwritten before this reader saw them."""
+
+    first_sequence: int
+    frames: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class FrameBatch:
+    """Frames copied out of a ring, checked, in order, padding removed.
+
+    `headers`: structured array of capture.ring.FRAME_DTYPE; `offsets`: of each frame in `data`
+    (bytes, a multiple of 64); `data`: uint8. `gaps` were found on the way, before these frames.
+    """
+
+    headers: npt.NDArray[np.void]
+    offsets: npt.NDArray[np.int64]
+    data: npt.NDArray[np.uint8]
+    gaps: tuple[Gap, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.headers["tokens"].sum())
+
+    def payload(self, index: int) -> memoryview:
+        start = int(self.offsets[index])
+        end = start + int(self.headers["length"][index])
+        return self.data.data[start + FRAME_HEADER_BYTES : end]
+
+
+def discover(directory: Path) -> list[Path]:
+    """The ring files in a directory, oldest first; none when there is no such directory."""
+    found = []
+    for path in directory.glob("*.ring"):
+        try:
+            found.append((path.stat().st_mtime_ns, path))
+        except FileNotFoundError:
+            continue
+    return [path for _, path in sorted(found)]
+
+
+class RingReader:
+    """Follows one ring from a cursor (default: its first frame). Not for use by two threads."""
+
+    def __init__(self, path: Path, cursor: Cursor | None = None) -> None:
+        """Raises RingFormatError when the file is no ring, RingError when it cannot be read."""
+        try:
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                self.header = RingHeader.unpack(file.read(HEADER_BYTES), path, size)
+                self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise RingError(f"cannot read the ring {path}: {error.strerror}") from error
+        self.path = path
+        self.cursor = cursor or Cursor()
+        self._bytes = memoryview(self._map)
+        self._counters = self._bytes[:HEADER_BYTES].cast("Q")
+        self._data = self._bytes[HEADER_BYTES:]
+        self._stalled_since: float | None = None
+
+    @property
+    def closed_by_writer(self) -> bool:
+        return self._counters[STATE] == CLOSED
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Frames and tokens written so far."""
+        return self._counters[FRAMES], self._counters[TOKENS]
+
+    @property
+    def lag_bytes(self) -> int:
+        return max(0, self._counters[TAIL] - self.cursor.position)
+
+    def writer_alive(self) -> bool:
+        """Whether the writing process runs: same boot, same pid, same start time, no zombie."""
+        header = self.header
+        return header.boot_id == boot_id() and process_start(header.pid) == header.pid_start
+
+    def close(self) -> None:
+        for view in (self._counters, self._data, self._bytes):
+            view.release()
+        self._map.close()
+
+    def read(self, limit_bytes: int = READ_BYTES) -> FrameBatch:
+        """Copy out the frames that are there, about `limit_bytes` at most (one frame at least).
+
+        Empty when there is nothing new. Never blocks, never raises for what a writer does.
+        """
+        gaps: list[Gap] = []
+        for attempt in range(MAX_ATTEMPTS):
+            tail, position = self._counters[TAIL], self.cursor.position
+            if position >= tail:
+                break
+            batch = self._copy(tail, limit_bytes)
+            if len(batch):
+                self._stalled_since = None
+                return replace(batch, gaps=tuple(gaps))
+            if self.cursor.position > position:
+                continue  # padding, or the end of the data area
+            if self._lapped():
+                # The writer is overwriting right where we look: each new attempt leaves more room.
+                room = (self.header.capacity >> 6) * attempt
+                gap = self._resync(self._counters[INTENT] - self.header.capacity + room, corrupt=0)
+            elif self._given_up():
+                gap = self._resync(position + ALIGNMENT, corrupt=1)
+            else:
+                break  # not yet visible
+            if gap is not None and gap.frames:
+                gaps.append(gap)
+        return replace(_EMPTY, gaps=tuple(gaps))
+
+    def read_open_frame(self) -> FrameBatch:
+        """The frame a dead writer was in, after `read` has returned everything else.
+
+        Delivered when it is whole; counted as torn when it is not. Call it once the writer is
+        known to be gone.
+        """
+        intent = self._counters[INTENT]
+        if self.cursor.position < self._counters[TAIL]:
+            return _EMPTY
+        while self.cursor.position < intent:
+            position = self.cursor.position
+            batch = self._copy(intent, intent - position)
+            if len(batch):
+                return batch
+            if self.cursor.position == position:
+                torn = self.cursor.torn_frames + 1
+                self.cursor = replace(self.cursor, position=intent, torn_frames=torn)
+        return _EMPTY
+
+    def _copy(self, end: int, limit_bytes: int) -> FrameBatch:
+        """Copy [position, end) up to the data area's end and keep the frames that check out."""
+        cursor = self.cursor
+        start = cursor.position % self.header.capacity
+        limit = max(limit_bytes // ALIGNMENT * ALIGNMENT, self.header.frame_limit)
+        size = min(end - cursor.position, self.header.capacity - start, limit)
+        buffer = bytes(self._data[start : start + size])
+        offsets: list[int] = []
+        at, sequence, tokens = 0, cursor.sequence, cursor.tokens
+        while at < size:
+            found = check_frame(buffer, at, cursor.position + at)
+            if found is None or found.sequence != sequence or found.tokens_before != tokens:
+                break
+            if found.kind != PADDING:
+                offsets.append(at)
+                sequence += 1
+                tokens += found.tokens
+            at += (found.length + ALIGNMENT - 1) & -ALIGNMENT
+        if not at:
+            return _EMPTY
+        position = cursor.position + at
+        self.cursor = replace(cursor, position=position, sequence=sequence, tokens=tokens)
+        data = np.frombuffer(buffer, np.uint8)
+        places = np.asarray(offsets, np.int64)
+        return FrameBatch(data.view(FRAME_DTYPE)[places // ALIGNMENT], places, data)
+
+    def _lapped(self) -> bool:
+        return self.cursor.position < self._counters[INTENT] - self.header.capacity
+
+    def _given_up(self) -> bool:
+        now = time.monotonic()
+        if self._stalled_since is None:
+            self._stalled_since = now
+        gone = self.closed_by_writer or not self.writer_alive()
+        return gone or now - self._stalled_since > STALL_S
+
+    def _resync(self, start: int, corrupt: int) -> Gap | None:
+        """Jump to the first whole frame at or after `start` and count what lies before it.
+
+        None: there is none yet.
+        """
+        cursor = self.cursor
+        tail = self._counters[TAIL]
+        found = self._find(-(-start // ALIGNMENT) * ALIGNMENT, tail)
+        if found is not None:
+            sequence, tokens, position = found.sequence, found.tokens_before, found.position
+        elif self.closed_by_writer or not self.writer_alive():
+            (sequence, tokens), position = self.written, tail
+        else:
+            return None
+        gap = Gap(cursor.sequence, sequence - cursor.sequence, tokens - cursor.tokens)
+        self._stalled_since = None
+        self.cursor = replace(
+            cursor,
+            sequence=sequence,
+            tokens=tokens,
+            position=position,
+            lost_frames=cursor.lost_frames + gap.frames,
+            lost_tokens=cursor.lost_tokens + gap.tokens,
+            corrupt_frames=cursor.corrupt_frames + corrupt,
+        )
+        return gap
+
+    def _find(self, start: int, tail: int) -> FoundFrame | None:
+        """First whole frame whose position lies in [start, tail)."""
+        capacity = self.header.capacity
+        headers = np.frombuffer(self._data, FRAME_DTYPE)
+        while start < tail:
+            slot = start % capacity // ALIGNMENT
+            count = min(SCAN_SLOTS, capacity // ALIGNMENT - slot, (tail - start) // ALIGNMENT)
+            part = headers[slot : slot + count]
+            expected = start + ALIGNMENT * np.arange(count, dtype=np.uint64)
+            hits = np.flatnonzero((part["position"] == expected) & (part["magic"] == FRAME_MAGIC))
+            for hit in hits.tolist():
+                offset = (slot + hit) * ALIGNMENT
+                found = check_frame(self._data, offset, start + hit * ALIGNMENT)
+                if found is not None and found.sequence >= self.cursor.sequence:
+                    return found
+            start += count * ALIGNMENT
+        return None
+
+
+class FoundFrame(NamedTuple):
+    """The header fields of a frame that checked out."""
+
+    sequence: int
+    position: int
+    tokens_before: int
+    length: int
+    tokens: int
+    kind: int
+
+
+def check_frame(buffer: bytes | memoryview, at: int, position: int) -> FoundFrame | None:
+    """The frame at offset `at` if it is whole and says that it belongs at `position`."""
+    fields = FRAME_HEADER.unpack_from(buffer, at)
+    checksum, sequence, own, _, before, length, _, tokens, kind, _, magic, _ = fields
+    if own != position or magic != FRAME_MAGIC or length < FRAME_HEADER_BYTES:
+        return None
+    covered = FRAME_HEADER_BYTES if kind == PADDING else length
+    if at + covered > len(buffer):
+        return None
+    view = memoryview(buffer)[at + 8 : at + covered]
+    if xxh3_64_intdigest(view, sequence) != checksum:
+        return None
+    return FoundFrame(sequence, position, before, length, tokens, kind)
+
+
+_EMPTY = FrameBatch(np.empty(0, FRAME_DTYPE), np.empty(0, np.int64), np.empty(0, np.uint8))
