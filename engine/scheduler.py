@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeVar
 
 from engine.blocks import ROOT_SERIAL, BlockPool
 from engine.errors import EngineError, RequestTooLong
@@ -77,6 +78,9 @@ class Step:
         return self.decodes + [chunk.request for chunk in self.chunks]
 
 
+_Key = TypeVar("_Key", int, str)
+
+
 class _Place(Enum):
     """Whether a waiting request could be admitted."""
 
@@ -98,6 +102,7 @@ class Scheduler:
         self.prefilling: dict[int, Request] = {}
         self._rows = list(range(limits.max_running - 1, -1, -1))
         self._decoding_of: Counter[str] = Counter()
+        self._running_at: Counter[int] = Counter()
         self._long_running = 0
         self._long_limit = max(1, int(limits.max_running * LONG_SHARE))
         self._admissions = 0
@@ -159,6 +164,8 @@ class Scheduler:
                 changed += 1
         if changed:
             self.waiting.rebuild()
+            running = [*self.decoding.values(), *self.prefilling.values()]
+            self._running_at = Counter(request.effective for request in running)
         return changed
 
     def schedule(self, now_ns: int) -> Step | None:
@@ -262,12 +269,17 @@ class Scheduler:
     def _place(self, request: Request, step: Step, *, aged: bool, hold: bool) -> _Place:
         """Give the request a seat and blocks, or the blocks and seats of less important running
         requests. `hold`: free room is kept for another request."""
+        outranks = bool(self._running_at) and min(self._running_at) < request.effective
+        if not outranks and (hold or not self._rows):
+            return _Place.NO_ROOM
         hits, needed = self._demand(request)
         class_full = not request.is_short and not aged and self._long_running >= self._long_limit
         available = 0 if hold else self.pool.available - self.pool.idle(hits)
         headroom = self._headroom(request)
         if class_full or not self._rows or needed + headroom > available:
-            victims = self._victims(request, needed - available, hits, class_full=class_full)
+            victims = []
+            if outranks:
+                victims = self._victims(request, needed - available, hits, class_full=class_full)
             for victim in victims:
                 self._preempt(victim, step, f"for priority {request.effective}")
             hits, needed = self._demand(request)
@@ -331,6 +343,7 @@ class Scheduler:
         request.protected = request.protected or aged
         self._admissions += 1
         self._long_running += not request.is_short
+        self._running_at[request.effective] += 1
         self.prefilling[request.slot] = request
         request.move(State.PREFILL)
 
@@ -343,9 +356,8 @@ class Scheduler:
         if self.decoding.pop(request.slot, None) is None:
             del self.prefilling[request.slot]
         else:
-            self._decoding_of[request.tenant] -= 1
-            if not self._decoding_of[request.tenant]:
-                del self._decoding_of[request.tenant]
+            _count_down(self._decoding_of, request.tenant)
+        _count_down(self._running_at, request.effective)
         self.pool.release(request.block_table)
         request.block_table.clear()
         request.capacity = request.computed = 0
@@ -409,3 +421,10 @@ class Scheduler:
             tenants[chunk.request.tenant].served += chunk.length
         for name, count in self._decoding_of.items():
             tenants[name].served += DECODE_WEIGHT * count
+
+
+def _count_down(counter: Counter[_Key], key: _Key) -> None:
+    """Take one off `key` and drop it at zero: the counter's keys are what is present."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
