@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -33,10 +32,11 @@ def add_run(
     noisy: int = 0,
     status: str = "valid",
     reason: str | None = None,
-    summary: dict[str, Any] | None = None,
+    slower: float = 1.0,
 ) -> int:
     """A run with one changed request per entry of `classes`, `unchanged` requests more, and
-    `noisy` A/A pairs that differ. Returns its number."""
+    `noisy` A/A pairs that differ; the new build takes `slower` times as long. Returns its
+    number."""
     with sessions() as session:
         run = Run(
             old_build=_build(session, OLD_NAME),
@@ -45,12 +45,17 @@ def add_run(
             traffic_digest="d" * 64,
             status=status,
             reason=reason,
-            summary=LATENCY if summary is None else summary,
         )
         session.add(run)
         for index, class_key in enumerate([*classes, *[CLASS] * unchanged]):
             _add_request(
-                session, run, index, class_key, changed=index < len(classes), noisy=index < noisy
+                session,
+                run,
+                index,
+                class_key,
+                changed=index < len(classes),
+                noisy=index < noisy,
+                slower=slower,
             )
         session.commit()
         return run.id
@@ -79,9 +84,6 @@ def label(
         session.commit()
 
 
-LATENCY: dict[str, Any] = {}
-
-
 def _build(session: Session, name: str) -> Build:
     found = session.query(Build).filter_by(name=name).one_or_none()
     if found is None:
@@ -91,7 +93,14 @@ def _build(session: Session, name: str) -> Build:
 
 
 def _add_request(
-    session: Session, run: Run, index: int, class_key: str, *, changed: bool, noisy: bool
+    session: Session,
+    run: Run,
+    index: int,
+    class_key: str,
+    *,
+    changed: bool,
+    noisy: bool,
+    slower: float,
 ) -> None:
     texts = {
         "old_a": f"Answer {index} is forty-two.",
@@ -109,6 +118,8 @@ def _add_request(
             finish_reason="stop",
             scheduled_ms=0.0,
             sent_ms=0.0,
+            ttft_ms=50.0 * (slower if arm == "new" else 1.0),
+            itl_ms=[10.0 * (slower if arm == "new" else 1.0)] * 3,
         )
         for arm, text in texts.items()
     }
