@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -290,7 +290,9 @@ def _kernel(time_ns: int, payload: memoryview, records: int) -> KernelFrame:
 def _gpu(time_ns: int, payload: memoryview, _: int) -> GpuFrame:
     index, size, _reserved, *values = GPU.unpack_from(payload)
     _exact(payload, GPU.size + size)
-    return GpuFrame(time_ns, index, *values, _text(payload, GPU.size, size))
+    names = [field.name for field in fields(GpuFrame)][2:-1]
+    reason = _text(payload, GPU.size, size)
+    return GpuFrame(time_ns, index, **dict(zip(names, values, strict=True)), unavailable=reason)
 
 
 def _mark(time_ns: int, payload: memoryview, _: int) -> MarkFrame:

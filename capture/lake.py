@@ -1,0 +1,244 @@
+"""Opening the trace lake: DuckDB with DuckLake, a SQLite or PostgreSQL catalog, Parquet files.
+
+Reading is safe from any number of processes while the collector writes. One DuckDB connection is
+not safe for several threads: give each its own `connection.cursor()`. Not for writing rows: that
+is `capture.ingest`; not for a user's SQL: that is `capture.query`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capture.errors import LakeError, LakeMissingError, LakeVersionError
+from capture.schema import SCHEMA_VERSION, TABLES
+from capture.settings import Settings
+from capture.views import VIEWS, definitions_digest
+
+if TYPE_CHECKING:
+    import duckdb
+
+BUSY_TIMEOUT_MS = 5000
+NAME = "lake"
+
+
+@dataclass(frozen=True)
+class LakePlace:
+    """Where a lake is: a SQLite file or a postgresql:// URL, and the directory of its files."""
+
+    catalog: str
+    data: str
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> LakePlace:
+        home = settings.lake.resolve()
+        catalog = settings.lake_catalog or str(home / "catalog.sqlite")
+        data = settings.lake_data or str(home / "data")
+        if not _is_postgres(catalog):
+            catalog = str(Path(catalog.removeprefix("sqlite:///")).resolve())
+        if "://" not in data:
+            data = str(Path(data).resolve())
+        return cls(catalog, data)
+
+    @property
+    def catalog_file(self) -> Path | None:
+        """The SQLite catalog; None when it is a PostgreSQL database."""
+        return None if _is_postgres(self.catalog) else Path(self.catalog)
+
+    @property
+    def described(self) -> str:
+        """For messages: a URL without its password."""
+        if not _is_postgres(self.catalog):
+            return self.catalog
+        scheme, _, rest = self.catalog.partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def _is_postgres(catalog: str) -> bool:
+    return catalog.startswith(("postgresql://", "postgres://", "postgresql+psycopg://"))
+
+
+def open_lake(
+    place: LakePlace | Settings, *, read_only: bool = True, threads: int | None = None
+) -> duckdb.DuckDBPyConnection:
+    """A connection with the lake attached and in use; the caller closes it.
+
+    `read_only=False` creates the lake or brings its schema up to date first; it is for the
+    collector. Raises LakeMissingError when there is none, LakeVersionError when its schema is
+    not this version's, LakeError when it cannot be opened.
+    """
+    if isinstance(place, Settings):
+        place = LakePlace.from_settings(place)
+    file = place.catalog_file
+    if read_only and file is not None and not file.exists():
+        raise LakeMissingError(_missing(place))
+    if not read_only:
+        _prepare_place(place)
+    connection = connect(place, threads=threads)
+    try:
+        attach(connection, place, read_only=read_only)
+        if read_only:
+            check_version(connection, place)
+        else:
+            migrate(connection, place)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connect(place: LakePlace, *, threads: int | None = None) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB with the extensions the place needs, loaded from installed packages."""
+    import duckdb
+
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    if threads is not None:
+        config["threads"] = threads
+    connection = duckdb.connect(config=config)
+    scanner = "sqlite_scanner" if place.catalog_file is not None else "postgres_scanner"
+    try:
+        for name in ("ducklake", scanner):
+            connection.execute(f"LOAD '{extension_path(name, duckdb.__version__)}'")
+        connection.execute("SET TimeZone = 'UTC'")  # now()::TIMESTAMP is UTC like all else
+    except duckdb.Error as error:
+        connection.close()
+        raise LakeError(f"cannot load DuckDB's extensions: {first_line(error)}") from error
+    return connection
+
+
+def extension_path(name: str, version: str) -> Path:
+    """The extension's binary inside its installed package; LakeError names an absent package."""
+    spec = importlib.util.find_spec(f"duckdb_extension_{name}")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in Path(folder).glob(f"extensions/v{version}/{name}.duckdb_extension"):
+            return path
+    package = f"duckdb-extension-{name.replace('_', '-')}=={version}"
+    raise LakeError(f"DuckDB's extension {name} is not installed: pip install {package}")
+
+
+def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only: bool) -> None:
+    """Attach the lake and make it the default schema. Raises LakeError or LakeMissingError."""
+    import duckdb
+
+    file = place.catalog_file
+    if file is not None:
+        uri, options = f"ducklake:sqlite:{file}", [f"META_BUSY_TIMEOUT {BUSY_TIMEOUT_MS}"]
+    else:
+        url = place.catalog.replace("postgresql+psycopg://", "postgresql://")
+        uri, options = f"ducklake:postgres:{url}", []
+    if read_only:
+        options.append("READ_ONLY")
+    else:
+        options.append(f"DATA_PATH '{_escaped(place.data)}'")
+    try:
+        connection.execute(f"ATTACH '{_escaped(uri)}' AS {NAME} ({', '.join(options)})")
+        connection.execute(f"USE {NAME}")
+    except duckdb.Error as error:
+        if "does not exist" in str(error) and read_only:
+            raise LakeMissingError(_missing(place)) from error
+        raise LakeError(
+            f"cannot open the lake at {place.described}: {first_line(error)}"
+        ) from error
+
+
+def stored_version(connection: duckdb.DuckDBPyConnection) -> tuple[int, str] | None:
+    """The lake's schema version and definitions digest; None: an empty lake."""
+    import duckdb
+
+    try:
+        row = connection.execute(
+            "SELECT version, definitions FROM schema_versions ORDER BY applied_at DESC LIMIT 1"
+        ).fetchone()
+    except duckdb.CatalogException:
+        return None
+    return None if row is None else (int(row[0]), str(row[1]))
+
+
+def check_version(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
+    """Raise LakeMissingError or LakeVersionError unless readers of this version fit the lake."""
+    stored = stored_version(connection)
+    if stored is None:
+        raise LakeMissingError(_missing(place))
+    if stored[0] < SCHEMA_VERSION:
+        raise LakeVersionError(
+            f"the lake at {place.described} has schema {stored[0]}, this version reads "
+            f"{SCHEMA_VERSION}: run `inferloop collect --once` to upgrade it"
+        )
+    _refuse_newer(stored[0], place)
+
+
+def migrate(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
+    """Create what is missing and refresh the views when this version's differ."""
+    stored = stored_version(connection)
+    wanted = (SCHEMA_VERSION, definitions_digest())
+    if stored == wanted:
+        return
+    if stored is not None:
+        _refuse_newer(stored[0], place)
+    connection.execute("BEGIN")
+    try:
+        if stored is None:
+            for table in TABLES:
+                for statement in (table.ddl, *table.comments):
+                    connection.execute(statement)
+        for view in VIEWS:
+            connection.execute(view.ddl)
+        connection.execute("INSERT INTO schema_versions VALUES (?, ?, now()::TIMESTAMP)", wanted)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute(f"CALL {NAME}.set_option('parquet_compression', 'zstd')")
+
+
+def first_line(error: Exception) -> str:
+    """DuckDB's message without its class prefix and its stack of details."""
+    line = str(error).strip().split("\n")[0]
+    return line.partition("Error: ")[2] or line
+
+
+def _prepare_place(place: LakePlace) -> None:
+    file = place.catalog_file
+    try:
+        if "://" not in place.data:
+            Path(place.data).mkdir(parents=True, exist_ok=True)
+        if file is None:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        catalog = sqlite3.connect(file, timeout=BUSY_TIMEOUT_MS / 1000)
+        try:
+            # Without WAL every reader blocks the collector; the mode stays in the file.
+            (mode,) = catalog.execute("PRAGMA journal_mode=WAL").fetchone()
+        finally:
+            catalog.close()
+    except sqlite3.Error as error:
+        raise LakeError(f"cannot open the lake's catalog {file}: {error}") from error
+    except OSError as error:
+        raise LakeError(f"cannot create the lake in {place.data}: {error.strerror}") from error
+    if mode != "wal":
+        raise LakeError(f"the file system of {file} cannot hold a SQLite database in WAL mode")
+
+
+def _missing(place: LakePlace) -> str:
+    return (
+        f"there is no trace lake at {place.described} yet: start `inferloop collect` beside an "
+        "engine, or set INFERLOOP_HOME / INFERLOOP_LAKE_CATALOG to where one is"
+    )
+
+
+def _refuse_newer(version: int, place: LakePlace) -> None:
+    if version > SCHEMA_VERSION:
+        raise LakeVersionError(
+            f"the lake at {place.described} has schema {version}, this version knows "
+            f"{SCHEMA_VERSION}: upgrade inferloop"
+        )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("'", "''")
