@@ -18,22 +18,22 @@ class GatePolicy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_harm_rate: float = Field(
-        0.05, gt=0, lt=1, description="bound on the upper limit of the share of -1 verdicts"
+        default=0.05, gt=0, lt=1, description="bound on the upper limit of the share of -1 verdicts"
     )
-    confidence: float = Field(0.95, gt=0.5, lt=1)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
     interval: Literal["exact", "anytime"] = Field(
-        "exact", description="exact: look once; anytime: may be looked at after every label"
+        default="exact", description="exact: look once; anytime: may be looked at after every label"
     )
-    min_labels: int = Field(30, ge=1, description="diffs with a verdict")
-    min_experts: int = Field(1, ge=1, description="votes before a diff has a verdict")
+    min_labels: int = Field(default=30, ge=1, description="diffs with a verdict")
+    min_experts: int = Field(default=1, ge=1, description="votes before a diff has a verdict")
     max_latency_ratio: float | None = Field(
-        1.2, gt=0, description="new / old median of TTFT and of ITL"
+        default=1.2, gt=0, description="new / old median of TTFT and of ITL"
     )
     max_noise: float = Field(
-        0.1, ge=0, le=1, description="share of A/A pairs that may differ in a valid run"
+        default=0.1, ge=0, le=1, description="share of A/A pairs that may differ in a valid run"
     )
     accept_machine: bool = Field(
-        False, description="a machine's label counts where experts gave no verdict"
+        default=False, description="a machine's label counts where experts gave no verdict"
     )
 
     @classmethod

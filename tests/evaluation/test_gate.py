@@ -196,8 +196,8 @@ def test_the_decision_is_kept_with_its_report(sessions: sessionmaker) -> None:
 
 def test_junit_has_a_case_per_criterion_and_class(sessions: sessionmaker) -> None:
     strange = 'a<b>&"\x00]]>/chat/-'
-    run_id = add_run(sessions, classes=[CLASS] * 80 + [strange] * 2 + ["beta/chat/-"] * 8)
-    label(sessions, run_id, [0] * 80 + [None] * 2 + [-1] * 8)
+    run_id = add_run(sessions, classes=[CLASS] * 80 + [strange] * 2 + ["beta/chat/-"] * 14)
+    label(sessions, run_id, [0] * 80 + [None] * 2 + [-1] * 14)
     root = ElementTree.fromstring(render_junit(decide(sessions)))
     criteria, classes = root.findall("testsuite")
     assert classes.get("tests") == "3"

@@ -1,0 +1,232 @@
+"""`inferloop label`: judge what changed, blind, in a terminal; pre-label, list and export."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.main import app
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+    from evaluation.labels import LabelQueue
+    from evaluation.pairs import Answer, Pair
+    from evaluation.wording import Span
+
+label_app = typer.Typer(
+    no_args_is_help=True, help="Judge what a build changed: blind, one verdict per expert and diff."
+)
+app.add_typer(label_app, name="label")
+
+Run = Annotated[int | None, typer.Argument(help="number of the run; default: newest")]
+Expert = Annotated[
+    str | None, typer.Option(help="who judges (created when new); default: your login name")
+]
+Token = Annotated[str, typer.Argument(help="as given by `inferloop label next --json`")]
+KEYS = {"1": "left", "2": "right", "3": "same"}
+HELP = "1 left is better   2 right is better   3 no difference   s skip   u undo   q quit"
+
+
+@label_app.command("next")
+def judge(
+    run: Run = None,
+    expert: Expert = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="print one pair with its token and stop (for scripts)")
+    ] = False,
+) -> None:
+    """Show two answers blind and take 1, 2 or 3, one pair after the other.
+
+    Example: inferloop label next --expert ann
+    """
+    queue = _queue(run, expert)
+    if json:
+        _print_pair(queue)
+        return
+    previous: str | None = None
+    while (pair := queue.next()) is not None:
+        if not _judge_one(queue, pair, previous):
+            return
+        previous = pair.token
+    typer.echo(f"nothing left to judge for {queue.expert} in run {queue.run_id}")
+
+
+@label_app.command()
+def add(
+    token: Token,
+    verdict: Annotated[str, typer.Argument(help="left, right or same: which is better")],
+    expert: Expert = None,
+    run: Annotated[int | None, typer.Option(help="number of the run; default: newest")] = None,
+    comment: Annotated[str | None, typer.Option(help="why")] = None,
+) -> None:
+    """Record a verdict on a pair that `label next --json` printed.
+
+    Example: inferloop label add nB3kq0 left --expert ann --comment "the sum is right"
+    """
+    _queue(run, expert).judge(token, verdict, comment=comment)
+    typer.echo("recorded")
+
+
+@label_app.command("list")
+def show(run: Run = None) -> None:
+    """Show how far judging is: classes, experts and their false alarms, disputes, machine labels.
+
+    Example: inferloop label list 3
+    """
+    from rich.console import Console
+
+    from cli.database import open_database
+    from evaluation.judgements import agreement, expert_quality, find_run, judgements
+    from evaluation.tally import resolve, tally
+
+    with open_database()() as session:
+        found = find_run(session, run)
+        entries = resolve(session, found, min_experts=1, accept_machine=False)
+        machine = sum(bool(entry.votes) for entry in judgements(session, found, "machine"))
+        alpha = agreement(judgements(session, found))
+        experts = expert_quality(session, found)
+    console = Console()
+    counts = tally(entries)
+    typer.echo(
+        f"run {found.id}: {counts.diffs} diffs to judge, {counts.judged} judged, "
+        f"{machine} labelled by machine"
+    )
+    keys = sorted({entry.class_key for entry in entries})
+    rows = [(key, tally(entry for entry in entries if entry.class_key == key)) for key in keys]
+    console.print(
+        _table(
+            ("class", "diffs", "harm", "neutral", "benefit", "disputed"),
+            [(key, t.diffs, t.harm, t.neutral, t.benefit, t.disputed) for key, t in rows],
+        )
+    )
+    alarms = [(e.name, e.labels, f"{e.false_alarms} of {e.hidden_pairs}") for e in experts]
+    console.print(_table(("expert", "labels", "false alarms on hidden A/A pairs"), alarms))
+    if alpha is not None:
+        typer.echo(f"agreement (Krippendorff's alpha): {alpha:.2f}")
+    disputes = [str(entry.diff_id) for entry in entries if entry.disputed]
+    if disputes:
+        typer.echo(f"disputed diffs: {', '.join(disputes)}")
+
+
+@label_app.command()
+def export(
+    run: Run = None,
+    output: Annotated[Path | None, typer.Option(help="file to write; default: print")] = None,
+) -> None:
+    """Write all labels and skips of a run as JSON lines, with the side that was hidden.
+
+    Example: inferloop label export 3 --output labels.jsonl
+    """
+    import json
+
+    from cli.database import open_database
+    from evaluation.errors import LabelError
+    from evaluation.judgements import export as records
+    from evaluation.judgements import find_run
+
+    with open_database()() as session:
+        lines = [
+            json.dumps(record, ensure_ascii=False)
+            for record in records(session, find_run(session, run))
+        ]
+    if output is None:
+        for line in lines:
+            typer.echo(line)
+        return
+    try:
+        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise LabelError(f"cannot write {output}: {error.strerror}") from error
+    typer.echo(f"{len(lines)} labels and skips written to {output}")
+
+
+def _queue(run: int | None, expert: str | None) -> LabelQueue:
+    from cli.database import open_database
+    from evaluation.labels import LabelQueue
+
+    return LabelQueue(open_database(), expert or getpass.getuser(), run)
+
+
+def _print_pair(queue: LabelQueue) -> None:
+    import json
+    from dataclasses import asdict
+
+    pair = queue.next()
+    typer.echo(json.dumps(None if pair is None else asdict(pair), ensure_ascii=False, indent=2))
+
+
+def _judge_one(queue: LabelQueue, pair: Pair, previous: str | None) -> bool:
+    """Show the pair and carry out one key; False when the expert quits."""
+    import time
+
+    from rich.console import Console
+
+    console = Console()
+    console.print(_render(queue, pair))
+    started = time.monotonic()
+    while True:
+        key = typer.prompt(HELP, prompt_suffix="\n> ").strip().lower()
+        if key in KEYS:
+            queue.judge(pair.token, KEYS[key], seconds=round(time.monotonic() - started, 1))
+        elif key == "s":
+            queue.skip(pair.token, typer.prompt("why"))
+        elif key == "u" and previous is not None:
+            queue.undo(previous)
+        elif key == "q":
+            return False
+        else:
+            typer.echo("nothing to undo yet" if key == "u" else f"{key!r} is not one of the keys")
+            continue
+        return True
+
+
+def _render(queue: LabelQueue, pair: Pair) -> RenderableType:
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.rule import Rule
+    from rich.text import Text
+
+    from evaluation.wording import compare, visible
+
+    progress = queue.progress()
+    title = f"{queue.expert}: {progress.judged} judged, {progress.remaining} to go"
+    question = Text("\n").join(
+        Text.assemble((f"{role}: ", "bold"), visible(text)) for role, text in pair.question
+    )
+    left, right = compare(pair.left.text, pair.right.text)
+    answers = Columns(
+        [
+            Panel(_text(pair.left, left), title="1 left"),
+            Panel(_text(pair.right, right), title="2 right"),
+        ],
+        equal=True,
+        expand=True,
+    )
+    return Group(Rule(title), question, answers)
+
+
+def _text(answer: Answer, spans: list[Span]) -> Text:
+    from rich.text import Text
+
+    text = Text()
+    for span in spans:
+        text.append(span.text, style="bold yellow" if span.changed else "")
+    if answer.note is not None:
+        text.append(f"\n[{answer.note}]", style="italic dim")
+    return text
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str | int, ...]]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return table
