@@ -110,6 +110,7 @@ class Request:
     detokenized_ns: int = 0
 
     def __post_init__(self) -> None:
+        self.tokens = list(self.tokens)
         self.prompt_len = len(self.tokens)
         self.adjust(0)
 

@@ -1,0 +1,412 @@
+"""The engine: a thread that schedules, runs and delivers, and the thread-safe door to it.
+
+Everything that changes requests happens on the engine's thread, between steps; other threads leave
+commands in its inbox. Not for HTTP: that is `engine.server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from engine.admission import Admission, QueueLimits
+from engine.batch import Runner, StepResult
+from engine.batching import BatchBuilder
+from engine.blocks import BlockPool
+from engine.errors import (
+    EngineUnavailable,
+    RequestAborted,
+    RequestError,
+    RequestFailed,
+    RunnerError,
+)
+from engine.handle import RequestHandle, notify
+from engine.metrics import EngineMetrics
+from engine.output import Output, TokenizerLike
+from engine.priorities import PolicyFile
+from engine.request import Request, State
+from engine.scheduler import Limits, Scheduler, Step
+from engine.tracer import StepFacts, StepTracer
+
+log = logging.getLogger(__name__)
+
+POLICY_POLL_S = 1.0
+MAX_FAILED_STEPS = 3
+"""After this many failed steps in a row the engine gives up: the device is broken."""
+
+
+class Engine:
+    """Serves requests on a runner. `failure` says why it has stopped for good, else None."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: TokenizerLike,
+        *,
+        limits: Limits,
+        queue_limits: QueueLimits,
+        metrics: EngineMetrics,
+        tracer: StepTracer | None = None,
+        policy_path: Path | None = None,
+        record_top: int = 0,
+    ) -> None:
+        """`record_top`: alternatives reported for every token, beyond what requests ask."""
+        self.metrics = metrics
+        self.failure: str | None = None
+        self.tokenizer = tokenizer
+        self.pool = BlockPool(runner.num_blocks, runner.block_size)
+        self.scheduler = Scheduler(self.pool, limits, max_model_len=runner.max_model_len)
+        self._runner = runner
+        self._tracer = tracer
+        self._policy = None if policy_path is None else PolicyFile(policy_path)
+        self._admission = Admission(queue_limits)
+        self._builder = BatchBuilder(
+            max_running=limits.max_running,
+            block_size=runner.block_size,
+            max_tokens=self.scheduler.capacity_tokens() + 1,
+            record_top=record_top,
+        )
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._accepting = False
+        self._slots = 0
+        self._handles: dict[int, RequestHandle] = {}
+        self._unclosed: dict[int, RequestHandle] = {}
+        self._touched: dict[int, RequestHandle] = {}
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._stop_at: float | None = None
+        self._step_id = 0
+        self._step_started: float | None = None
+        self._failed_steps = 0
+        self._next_poll = 0.0
+        self._check_due = False
+        self._reported: str | None = None
+        metrics.bind(
+            running=lambda: self.scheduler.running,
+            waiting=lambda: len(self.scheduler.waiting),
+            kv_usage=lambda: self.pool.used / self.pool.num_blocks,
+            block_size=self.pool.block_size,
+            num_blocks=self.pool.num_blocks,
+        )
+
+    # -- called from any thread -------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs and takes requests."""
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def draining(self) -> bool:
+        """Whether it finishes what it has and takes nothing new."""
+        return self._stop_at is not None
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step now running has been running; 0 between steps."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
+
+    def start(self) -> None:
+        """Start the engine's thread. An engine runs once."""
+        self._accepting = True
+        self._thread.start()
+
+    def stop(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
+        """Take nothing new, finish what is there (`drain`) for at most `timeout_s` seconds, abort
+        the rest, and end the thread."""
+        with self._lock:
+            self._accepting = False
+            self._stop_at = time.monotonic() + (timeout_s if drain else 0.0)
+        if self._thread.is_alive():
+            self._inbox.put(lambda: None)
+            self._thread.join()
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Queue a request and return its handle, bound to the running event loop if there is one.
+
+        Raises `QueueFull`, `RequestTooLong`, `EngineUnavailable`, or `RequestError` for token ids
+        that the model does not have.
+        """
+        try:
+            self._check(request)
+            return self._enqueue(request)
+        except RequestError as error:
+            request.slot = -1
+            self.metrics.rejected(error.code or "invalid_request")
+            self._inbox.put(partial(self._event, "rejected", str(error), request))
+            raise
+
+    def _check(self, request: Request) -> None:
+        if not request.tokens:
+            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+        highest, lowest = max(request.tokens), min(request.tokens)
+        if lowest < 0 or highest >= self.tokenizer.vocab_size:
+            bad = lowest if lowest < 0 else highest
+            raise RequestError(
+                f"token id {bad} is not within 0..{self.tokenizer.vocab_size - 1}", param="prompt"
+            )
+        self.scheduler.check_fits(request)
+
+    def _enqueue(self, request: Request) -> RequestHandle:
+        loop = None
+        with contextlib.suppress(RuntimeError):
+            loop = asyncio.get_running_loop()
+        with self._lock:
+            if self.failure is not None:
+                raise EngineUnavailable(f"the engine has failed: {self.failure}")
+            if not self._accepting:
+                raise EngineUnavailable("the engine is shutting down: try another server")
+            request.slot = self._slots
+            self._admission.enter(request)
+            self._slots += 1
+            handle = RequestHandle(
+                request,
+                Output(request, self.tokenizer),
+                loop=loop,
+                abort=lambda handle: self._inbox.put(partial(self._abort, handle)),
+                closed=lambda handle: self._inbox.put(partial(self._close, handle)),
+            )
+            self._inbox.put(partial(self._add, handle))
+        return handle
+
+    # -- the engine's thread ----------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            log.exception("the engine has failed")
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._shut_down()
+
+    def _turn(self) -> bool:
+        """One round: commands, policy, one step. False when the engine is to end."""
+        self._take_commands(wait=self.scheduler.idle)
+        self._poll_policy()
+        if self._stop_at is not None and (self.scheduler.idle or time.monotonic() >= self._stop_at):
+            return False
+        began_ns = time.monotonic_ns()
+        waiting = len(self.scheduler.waiting)
+        step = self.scheduler.schedule(began_ns)
+        if step is not None:
+            self._report_decisions(step, began_ns)
+            if step.rows:
+                self._run(step, began_ns, waiting)
+            self._check_due = True
+        elif self._check_due and self.scheduler.idle:
+            self._check_invariants()
+        notify(self._touched.values())
+        self._touched.clear()
+        return self.failure is None
+
+    def _take_commands(self, *, wait: bool) -> None:
+        if self._touched:
+            notify(self._touched.values())
+            self._touched.clear()
+        timeout = max(0.0, self._next_poll - time.monotonic()) if self._policy else None
+        if self._stop_at is not None or self._check_due:
+            timeout = 0.0
+        with contextlib.suppress(queue.Empty):
+            if wait:
+                self._inbox.get(timeout=timeout)()
+            while True:
+                self._inbox.get_nowait()()
+
+    def _run(self, step: Step, began_ns: int, waiting: int) -> None:
+        batch = self._builder.build(step)
+        scheduled_ns = time.monotonic_ns()
+        facts = StepFacts(
+            step_id=self._step_id,
+            start_ns=began_ns,
+            schedule_us=(scheduled_ns - began_ns) / 1000,
+            running=self.scheduler.running,
+            waiting=waiting,
+            kv_used=self.pool.used,
+            kv_total=self.pool.num_blocks,
+        )
+        self._step_id += 1
+        self._step_started = time.monotonic()
+        try:
+            result = self._runner.run(batch)
+            if len(result.token_ids) != step.rows:
+                raise RunnerError(f"{len(result.token_ids)} results for {step.rows} rows")
+        except Exception as error:  # noqa: BLE001 - a step's fault is its requests' alone
+            self._step_failed(step, error)
+            return
+        finally:
+            self._step_started = None
+        self._failed_steps = 0
+        self._deliver(step, result, facts)
+
+    def _deliver(self, step: Step, result: StepResult, facts: StepFacts) -> None:
+        """Retire a step: state, trace, metrics, then each request's new token."""
+        now_ns = time.monotonic_ns()
+        requests = step.requests
+        sampled = [True] * len(step.decodes) + [chunk.last for chunk in step.chunks]
+        before = [r.last_token_ns or r.arrival_ns for r in requests]
+        latency_us = ((now_ns - np.array(before, np.int64)) / 1000).astype(np.float32)
+        tokens = result.token_ids.tolist()
+        self.scheduler.commit(step, tokens)
+        if self._tracer is not None:
+            self._tracer.step(step, result, latency_us, facts)
+        later = np.array([bool(r.last_token_ns) for r in requests]) & np.array(sampled)
+        self.metrics.step(
+            tokens=len(step.decodes) + sum(chunk.length for chunk in step.chunks),
+            generated=sum(sampled),
+            latencies_s=latency_us[later] / 1e6,
+        )
+        for row, chunk in enumerate(step.chunks, start=len(step.decodes)):
+            prompt = result.prompt[row]
+            if prompt is not None:
+                self._handles[chunk.request.slot].output.add_prompt(chunk.start, prompt)
+        logprobs, margins = result.logprobs.tolist(), result.margins.tolist()
+        for row, request in enumerate(requests):
+            if sampled[row]:
+                self._token(request, tokens[row], logprobs[row], margins[row], result, row, now_ns)
+
+    def _token(
+        self,
+        request: Request,
+        token: int,
+        logprob: float,
+        margin: float,
+        result: StepResult,
+        row: int,
+        now_ns: int,
+    ) -> None:
+        handle = self._handles[request.slot]
+        if not 0 <= token < self.tokenizer.vocab_size or math.isnan(logprob):
+            error = f"the device drew token {token} with log-probability {logprob}"
+            self._end(handle, State.FAILED, RequestFailed(f"{error}: the model is damaged"))
+            return
+        if not request.first_token_ns:
+            request.first_token_ns = now_ns
+            self.metrics.first_token((now_ns - request.arrival_ns) / 1e9)
+        request.last_token_ns = now_ns
+        event = handle.output.add(token, logprob, margin, result.top[row], now_ns)
+        request.detokenized_ns = time.monotonic_ns()
+        handle.push(event)
+        self._touched[request.slot] = handle
+        if event.finish_reason is not None:
+            self._end(handle, State.FINISHED, None)
+
+    def _step_failed(self, step: Step, error: Exception) -> None:
+        log.error("step %d failed", self._step_id - 1, exc_info=error)
+        self._failed_steps += 1
+        self.scheduler.discard(step)
+        message = f"the step that computed this request failed: {error}"
+        for request in step.requests:
+            self._end(self._handles[request.slot], State.FAILED, RequestFailed(message))
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self.failure = f"{self._failed_steps} steps in a row failed, the last with: {error}"
+
+    def _report_decisions(self, step: Step, now_ns: int) -> None:
+        """Tell trace and metrics what the scheduler decided, and clients what it gave up."""
+        for request in step.admitted:
+            if request.admitted_ns:
+                self._event("resumed", f"after {request.preemptions} preemptions", request)
+                continue
+            request.admitted_ns = now_ns
+            self._admission.leave(request)
+            self.metrics.admitted(request)
+            if self._tracer is not None:
+                self._tracer.request(request)
+        for request, reason in step.preempted:
+            self.metrics.preempted()
+            self._event("preempted", reason, request)
+        if step.evicted:
+            self._event("cache_evicted", f"{step.evicted} idle blocks reused")
+        for request in step.stuck:
+            message = f"no KV block is left for token {len(request.tokens)}: shorten the request"
+            self._end(self._handles[request.slot], State.FAILED, RequestFailed(message))
+
+    def _poll_policy(self) -> None:
+        now = time.monotonic()
+        if self._policy is None or now < self._next_poll:
+            return
+        self._next_poll = now + POLICY_POLL_S
+        change = self._policy.poll(datetime.now(UTC))
+        if change is None:
+            return
+        changed = self.scheduler.reprioritise(self._adjustment)
+        in_force = change.policy is not None and change.policy.in_force(datetime.now(UTC))
+        self.metrics.policy(change.policy_id or "", in_force)
+        self._event("policy_reloaded", f"{change.reason}; {changed} present requests changed")
+        log.info("%s", change.reason)
+
+    def _adjustment(self, class_key: str) -> int:
+        policy = self._policy and self._policy.current
+        return policy.adjustment(class_key, datetime.now(UTC)) if policy else 0
+
+    def _check_invariants(self) -> None:
+        self._check_due = False
+        problem = self.scheduler.check()
+        if problem is not None and problem != self._reported:
+            self._reported = problem
+            log.error("the block pool is inconsistent: %s", problem)
+            self._event("degraded", f"the block pool is inconsistent: {problem}")
+
+    def _event(self, kind: str, detail: str, request: Request | None = None) -> None:
+        if self._tracer is not None:
+            self._tracer.event(kind, detail, request)
+
+    def _add(self, handle: RequestHandle) -> None:
+        request = handle.request
+        request.adjust(self._adjustment(request.class_key))
+        self._handles[request.slot] = handle
+        self.scheduler.add(request)
+
+    def _abort(self, handle: RequestHandle) -> None:
+        if not handle.ended:
+            self._event("aborted", "by the client", handle.request)
+            error = RequestAborted("the request was aborted before its answer was complete")
+            self._end(handle, State.ABORTED, error)
+
+    def _close(self, handle: RequestHandle) -> None:
+        if self._unclosed.pop(handle.request.slot, None) is not None and self._tracer is not None:
+            self._tracer.finish(handle)
+
+    def _end(self, handle: RequestHandle, state: State, error: RequestError | None) -> None:
+        """The one place where a request leaves the engine."""
+        request = handle.request
+        self._handles.pop(request.slot, None)
+        self.scheduler.end(request, state)
+        self._admission.leave(request)
+        self._admission.ended()
+        if self._tracer is not None and not request.admitted_ns:
+            self._tracer.request(request)
+        handle.end(error)
+        self._unclosed[request.slot] = handle
+        self._touched[request.slot] = handle
+        self.metrics.ended(handle)
+
+    def _shut_down(self) -> None:
+        """Answer everybody who still waits; nobody is left hanging."""
+        with self._lock:
+            self._accepting = False
+        self._take_commands(wait=False)
+        why = "is shutting down" if self.failure is None else f"has failed: {self.failure}"
+        for handle in list(self._handles.values()):
+            error = EngineUnavailable(f"the engine {why}")
+            if self.failure is None:
+                self._end(handle, State.ABORTED, error)
+            else:  # the scheduler's state is not to be relied on any more
+                handle.end(error)
+                self._touched[handle.request.slot] = handle
+        for handle in list(self._unclosed.values()):
+            self._close(handle)
+        notify(self._touched.values())
