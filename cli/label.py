@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,11 +49,11 @@ def judge(
     if json:
         _print_pair(queue)
         return
-    previous: str | None = None
+    undoable: str | None = None
     while (pair := queue.next()) is not None:
-        if not _judge_one(queue, pair, previous):
+        going_on, undoable = _judge_one(queue, pair, undoable)
+        if not going_on:
             return
-        previous = pair.token
     typer.echo(f"nothing left to judge for {queue.expert} in run {queue.run_id}")
 
 
@@ -160,8 +161,8 @@ def _print_pair(queue: LabelQueue) -> None:
     typer.echo(json.dumps(None if pair is None else asdict(pair), ensure_ascii=False, indent=2))
 
 
-def _judge_one(queue: LabelQueue, pair: Pair, previous: str | None) -> bool:
-    """Show the pair and carry out one key; False when the expert quits."""
+def _judge_one(queue: LabelQueue, pair: Pair, undoable: str | None) -> tuple[bool, str | None]:
+    """Show the pair and carry out one key: whether to go on, and the token undo applies to."""
     import time
 
     from rich.console import Console
@@ -175,14 +176,15 @@ def _judge_one(queue: LabelQueue, pair: Pair, previous: str | None) -> bool:
             queue.judge(pair.token, KEYS[key], seconds=round(time.monotonic() - started, 1))
         elif key == "s":
             queue.skip(pair.token, typer.prompt("why"))
-        elif key == "u" and previous is not None:
-            queue.undo(previous)
+        elif key == "u" and undoable is not None:
+            queue.undo(undoable)
+            return True, None
         elif key == "q":
-            return False
+            return False, None
         else:
             typer.echo("nothing to undo yet" if key == "u" else f"{key!r} is not one of the keys")
             continue
-        return True
+        return True, pair.token
 
 
 def _render(queue: LabelQueue, pair: Pair) -> RenderableType:
@@ -222,7 +224,7 @@ def _text(answer: Answer, spans: list[Span]) -> Text:
     return text
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str | int, ...]]) -> RenderableType:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str | int, ...]]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 

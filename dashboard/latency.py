@@ -1,0 +1,168 @@
+"""The latency page: when and where in the answer tokens came late."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import streamlit as st
+
+from capture.errors import CaptureError, LakeMissingError
+from capture.lake import LakePlace, open_lake
+from capture.settings import Settings
+from dashboard.heatmap import heatmap_figure
+from dashboard.traces import Overview, arrivals, heatmap_cells, losses, overview
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+PERIODS: dict[str, timedelta | None] = {
+    "5 min": timedelta(minutes=5),
+    "15 min": timedelta(minutes=15),
+    "1 h": timedelta(hours=1),
+    "6 h": timedelta(hours=6),
+    "24 h": timedelta(hours=24),
+    "All": None,
+}
+CUSTOM = "Custom"
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+DETAIL = {"Coarse": (60, 30), "Medium": (160, 80), "Fine": (320, 160)}
+"""Time bins and position bins; the finest is half of what the figure accepts."""
+REFRESH_S = 5
+
+
+def page() -> None:
+    """The whole page; everything that reads the lake is in the fragment below the controls."""
+    st.title("Latency heat map")
+    st.caption(
+        "Each cell is the time between tokens for requests that arrived then, at that place in "
+        "their answer. Blank: no token. A vertical streak is a bad moment; a horizontal one, a "
+        "cost that grows with the answer."
+    )
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
+        period = st.segmented_control(
+            "Arrivals in the last", [*PERIODS, CUSTOM], default="All", required=True, key="period"
+        )
+        quantile = st.segmented_control(
+            "Time between tokens", list(QUANTILES), default="p99", required=True, key="quantile"
+        )
+        detail = st.segmented_control(
+            "Detail", list(DETAIL), default="Medium", required=True, key="detail"
+        )
+        logarithmic = st.toggle("Log colour", value=True, key="logarithmic")
+        live = st.toggle("Live", key="live", help=f"look again every {REFRESH_S} s")
+    fragment = st.fragment(_content, run_every=REFRESH_S if live else None)
+    fragment(str(period), QUANTILES[str(quantile)], DETAIL[str(detail)], logarithmic)
+
+
+def _content(period: str, quantile: float, bins: tuple[int, int], logarithmic: bool) -> None:
+    place = LakePlace.from_settings(Settings())
+    try:
+        cursor = _connection(place, _stamp(place)).cursor()
+    except LakeMissingError:
+        _nothing_yet("There is no trace lake yet.")
+        return
+    except CaptureError as error:
+        st.error(str(error), icon=":material/error:")
+        return
+    with cursor:
+        known = arrivals(cursor)
+        if known is None:
+            _nothing_yet("The trace lake holds no request yet.")
+            return
+        window = _window(period, *known)
+        if window is None:
+            st.error("The start must lie before the end.", icon=":material/error:")
+            return
+        _show_overview(overview(cursor, *window))
+        _show_heatmap(cursor, window, quantile, bins, logarithmic)
+
+
+def _show_heatmap(
+    cursor: DuckDBPyConnection,
+    window: tuple[datetime, datetime],
+    quantile: float,
+    bins: tuple[int, int],
+    logarithmic: bool,
+) -> None:
+    time_bins, position_bins = bins
+    cells = heatmap_cells(
+        cursor, *window, time_bins=time_bins, position_bins=position_bins, quantile=quantile
+    )
+    lost = losses(cursor, *window)
+    if not cells.tokens.size:
+        st.info("No request that arrived in this period has a second token yet.")
+    figure = heatmap_figure(
+        cells,
+        start=window[0],
+        end=window[1],
+        time_bins=time_bins,
+        quantile=quantile,
+        log_scale=logarithmic,
+        losses=lost,
+    )
+    st.plotly_chart(figure, theme=None, key="heatmap", config={"displaylogo": False})
+    if lost:
+        total = sum(loss.tokens for loss in lost)
+        st.caption(
+            f"Red bands: the collector fell behind and {total:,} tokens never reached the lake. "
+            "`inferloop sql 'FROM losses'` has the details."
+        )
+
+
+def _show_overview(found: Overview) -> None:
+    columns = st.columns(5)
+    columns[0].metric("Requests", f"{found.requests:,}")
+    columns[1].metric("Failed or cancelled", f"{found.failed:,}")
+    columns[2].metric("Output tokens", f"{found.output_tokens:,}")
+    for column, name, pair, meaning in (
+        (columns[3], "TTFT", found.ttft_ms, "time to first token"),
+        (columns[4], "TPOT", found.tpot_ms, "time per output token, per request"),
+    ):
+        value = "-" if pair is None else f"{_ms(pair[0])} / {_ms(pair[1])} ms"
+        column.metric(f"{name} p50 / p99", value, help=f"{meaning}, successful requests only")
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _window(period: str, first: datetime, last: datetime) -> tuple[datetime, datetime] | None:
+    """The period to show, counted back from the newest arrival; None when it is empty."""
+    end = last + timedelta(seconds=1)
+    if period != CUSTOM:
+        length = PERIODS[period]
+        return (first if length is None else max(first, end - length), end)
+    left, right = st.columns(2)
+    start_value = left.datetime_input("From (UTC)", value=_naive(first), step=60, key="from")
+    end_value = right.datetime_input("To (UTC)", value=_naive(end), step=60, key="to")
+    if start_value is None or end_value is None or start_value >= end_value:
+        return None
+    return start_value.replace(tzinfo=UTC), end_value.replace(tzinfo=UTC)
+
+
+def _nothing_yet(what: str) -> None:
+    st.info(
+        f"{what} Start `inferloop serve` and `inferloop collect`, send a request, and look again.",
+        icon=":material/hourglass_empty:",
+    )
+
+
+def _naive(moment: datetime) -> datetime:
+    return moment.replace(tzinfo=None)
+
+
+@st.cache_resource(max_entries=2, on_release=lambda connection: connection.close())
+def _connection(place: LakePlace, stamp: tuple[int, int] | None) -> DuckDBPyConnection:
+    """One connection a process; each thread takes its own cursor. `stamp` changes when the
+    catalog file is another one."""
+    return open_lake(place, read_only=True)
+
+
+def _stamp(place: LakePlace) -> tuple[int, int] | None:
+    file = place.catalog_file
+    if file is None or not file.exists():
+        return None
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
