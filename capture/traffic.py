@@ -59,8 +59,10 @@ class TrafficRecord(BaseModel):
     """A finished, failed or cancelled request.
 
     `messages` holds a chat request, `prompt` a text completion, `prompt_token_ids` either of them
-    as the engine saw it. Content that was dropped (redaction failed, too large) is None and
-    counted in `dropped`.
+    as the engine saw it. `sampling_set` names the parameters that the client set itself, so that
+    a replay leaves the others to the build's defaults (None: not known, all are sent). Content
+    that was dropped (redaction failed) is None and `dropped` says why. `redactions` counts
+    placeholders by kind, and fields left out because they would reveal what one hides.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -82,10 +84,11 @@ class TrafficRecord(BaseModel):
     prompt_token_ids: list[int] | None = None
     rendered_prompt: str | None = None
     sampling: Sampling
+    sampling_set: list[str] | None = None
     output_text: str | None = None
     output_token_ids: list[int] | None = None
-    logprobs: list[float] | None = None
-    margins: list[float] | None = None
+    logprobs: list[float | None] | None = None
+    margins: list[float | None] | None = None
     top: list[TopAlternatives] = []
     status: int = 200
     finish_reason: str | None = None

@@ -1,0 +1,346 @@
+"""Replaces personal data and secrets in captured traffic by placeholders such as `<email>`.
+
+Found: e-mail addresses, phone numbers, card numbers (Luhn), IBANs (mod 97) and the shapes of API
+keys, bearer tokens, JWTs and private keys. Not found: names, postal addresses, numbers spelled
+out in words, anything encoded (base64) or split over two fields. Where a check is unsure the
+text is redacted, not kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+PIECE_CHARS = 32 * 1024
+"""Long texts are scanned in pieces that end at a line break, so that no single regular expression
+holds the interpreter (and with it the engine's thread) for long."""
+
+TRUNK_REGIONS = ("GB", "DE", "FR", "JP", "IN")
+"""Where national numbers are dialled with a leading zero."""
+
+PLAIN_SHAPES = {
+    (3, 3, 4): ("US",),
+    (1, 3, 3, 4): ("US",),
+    (10,): ("US", "IN"),
+    (5, 5): ("IN",),
+    (3, 4, 4): ("CN",),
+    (11,): ("CN", "US"),
+}
+"""Lengths of the digit groups in which numbers without a leading zero are written, and where."""
+
+PHONE_CHECKS = 2000
+"""Numbers validated per record; beyond that every candidate counts as a phone number."""
+
+UNSCANNED = frozenset(
+    {"schema", "request_id", "arrival", "endpoint", "fingerprint", "client", "client_key_id"}
+)
+"""Fields that hold no text from a client; a long hex digest must not pass for a card number."""
+
+PROMPT_TEXTS = ("messages", "prompt", "rendered_prompt")
+
+_EMAIL = re.compile(
+    r"(?<![A-Za-z0-9._+\-])[A-Za-z0-9._+\-]++(?:[@＠]|%40)"
+    r"(?:[A-Za-z0-9\-]++\.)+[A-Za-z0-9\-]{2,}+"
+)
+_EMAIL_ANY_SCRIPT = re.compile(r"(?<![\w.+\-])[\w.+\-]++[@＠][\w\-]++(?:\.[\w\-]++)+")
+_EMAIL_SIGNS = ("@", "＠", "%40")
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY-----.*?"
+    r"(?:-----END (?:[A-Z0-9]+ ){0,3}PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_SECRET = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"(?:sk|pk|rk)[-_][A-Za-z0-9_\-]{16,}+"
+    r"|gh[oprsu]_[A-Za-z0-9]{20,}+|github_pat_[A-Za-z0-9_]{20,}+|glpat-[A-Za-z0-9_\-]{16,}+"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[A-Za-z0-9_\-]{30,}+|ya29\.[A-Za-z0-9_\-]{20,}+"
+    r"|xox[abeoprs]-[A-Za-z0-9\-]{10,}+|(?:hf|npm|pypi)[_-][A-Za-z0-9_\-]{20,}+"
+    r"|eyJ[A-Za-z0-9_\-]{8,}+\.[A-Za-z0-9_\-]{8,}+(?:\.[A-Za-z0-9_\-]*+)?"
+    r"|[Bb]earer\s++[A-Za-z0-9._~+/\-]{16,}+=*+"
+    r")"
+)
+_SECRET_SIGNS = (
+    "sk-", "sk_", "pk-", "pk_", "rk-", "rk_", "gho_", "ghp_", "ghr_", "ghs_", "ghu_", "github_pat_",
+    "glpat-", "AKIA", "ASIA", "AIza", "ya29.", "xox", "hf_", "hf-", "npm_", "npm-", "pypi", "eyJ",
+    "earer",
+)  # fmt: skip
+"""One of these is in every text that `_SECRET` matches; looking for them is 50 times faster."""
+_IBAN = re.compile(r"[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,40}+")
+_DIGIT = "0-9\uff10-\uff19"
+_NUMBER_RUN = re.compile(rf"[{_DIGIT}](?:[ \-./()\u00a0]{{0,2}}[{_DIGIT}]){{6,}}+")
+_DIGITS = re.compile(rf"[{_DIGIT}]+")
+_NOT_BEFORE_PHONE = re.compile(r"(?:[A-Za-z0-9_]|\d[.,])\Z")
+_NOT_AFTER_PHONE = re.compile(r"[A-Za-z0-9_]")
+
+Span = tuple[int, int, str]
+"""Start, stop and kind of something to hide."""
+
+
+class Redactor:
+    """Redacts one record; `counts` says how many placeholders of each kind were set."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._phone_checks = 0
+
+    def text(self, text: str) -> str:
+        """`text` with placeholders; lone surrogates, which no file can hold, become U+FFFD."""
+        if not text.isascii():
+            text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        if "PRIVATE KEY-----" in text:
+            text = self._replace(_PRIVATE_KEY, "secret", text)
+        return "".join(self._piece(piece) for piece in _pieces(text))
+
+    def value(self, value: Any) -> Any:
+        """A JSON value with every string in it redacted, keys included."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {self.text(str(key)): self.value(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            if all(isinstance(item, int | float) for item in value):
+                return list(value)
+            return [self.value(item) for item in value]
+        return value
+
+    def _piece(self, text: str) -> str:
+        if any(sign in text for sign in _SECRET_SIGNS):
+            text = self._replace(_SECRET, "secret", text)
+        if any(sign in text for sign in _EMAIL_SIGNS):
+            text = self._replace(_EMAIL, "email", text)
+            text = self._replace(_EMAIL_ANY_SCRIPT, "email", text)
+        text = self._cut_out(text, [span for run in _IBAN.finditer(text) for span in _ibans(run)])
+        runs = _NUMBER_RUN.finditer(text)
+        return self._cut_out(text, [span for run in runs for span in self._numbers(run)])
+
+    def _replace(self, pattern: re.Pattern[str], kind: str, text: str) -> str:
+        text, count = pattern.subn(f"<{kind}>", text)
+        if count:
+            self.counts[kind] += count
+        return text
+
+    def _cut_out(self, text: str, spans: list[Span]) -> str:
+        if not spans:
+            return text
+        parts, end = [], 0
+        for start, stop, kind in spans:
+            parts += [text[end:start], f"<{kind}>"]
+            self.counts[kind] += 1
+            end = stop
+        return "".join(parts) + text[end:]
+
+    def _numbers(self, run: re.Match[str]) -> Iterator[Span]:
+        """Cards and phone numbers among the digit groups of `run`, longest first, left to right."""
+        text = run.string
+        groups = [found.span() for found in _DIGITS.finditer(text, run.start(), run.end())]
+        first = 0
+        while first < len(groups):
+            if first and not _may_begin_number(text, groups[first]):
+                first += 1
+                continue
+            last = _card_end(text, groups, first)
+            kind = "card"
+            if last is None:
+                last = self._phone_end(text, groups, first)
+                kind = "phone"
+            if last is None:
+                first += 1
+                continue
+            start = groups[first][0]
+            if kind == "phone":
+                start -= len(_phone_prefix(text, start))
+            yield start, groups[last][1], kind
+            first = last + 1
+
+    def _phone_end(self, text: str, groups: list[tuple[int, int]], first: int) -> int | None:
+        """The last group of the longest phone number that starts at group `first`."""
+        prefix = _phone_prefix(text, groups[first][0])
+        start = groups[first][0] - len(prefix)
+        if _NOT_BEFORE_PHONE.search(text, max(0, start - 2), start):
+            return None
+        parts = [text[slice(*group)] for group in groups[first : first + 6]]
+        for count in range(len(parts), 0, -1):
+            last = first + count - 1
+            if not looks_like_phone("+" in prefix, parts[:count]):
+                continue
+            if _NOT_AFTER_PHONE.match(text, groups[last][1]):
+                continue
+            if self._is_phone("+" in prefix, parts[:count]):
+                return last
+        return None
+
+    def _is_phone(self, international: bool, parts: list[str]) -> bool:
+        self._phone_checks += 1
+        if self._phone_checks > PHONE_CHECKS:
+            return True
+        digits = "".join(parts)
+        if international:
+            return _is_international(digits)
+        if digits.startswith("00"):
+            return _is_international(digits[2:])
+        if digits[0] == "0":
+            return _is_national(digits, TRUNK_REGIONS, mobile=False)
+        return _is_national(digits, PLAIN_SHAPES[tuple(map(len, parts))], mobile=True)
+
+
+def redact_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a raw traffic record without personal data or secrets.
+
+    Token ids and alternatives of a text in which something was redacted are left out, and so are
+    token ids whose text is not there to be checked; each is counted in `redactions`. About 20 MB
+    of prose a second. Raises on malformed records; the caller drops the content then.
+    """
+    redactor = Redactor()
+    clean: dict[str, Any] = {}
+    touched: set[str] = set()
+    for key, value in record.items():
+        before = redactor.counts.total()
+        clean[key] = value if key in UNSCANNED else redactor.value(value)
+        if redactor.counts.total() > before:
+            touched.add(key)
+    counts = redactor.counts
+    prompt_seen = any(record.get(key) is not None for key in PROMPT_TEXTS)
+    if touched & set(PROMPT_TEXTS) or not prompt_seen:
+        _leave_out(clean, counts, "prompt_token_ids")
+    if "output_text" in touched or record.get("output_text") is None:
+        _leave_out(clean, counts, "output_token_ids")
+        _leave_out(clean, counts, "top")
+    clean["redactions"] = dict(counts)
+    return clean
+
+
+def looks_like_phone(international: bool, parts: list[str]) -> bool:
+    """Whether digit groups are written as people write phone numbers.
+
+    International (after a +, or 00): 8 to 15 digits. With a trunk zero: 9 to 12 digits in at most
+    five groups. Otherwise the groups of PLAIN_SHAPES. Seven-digit local numbers are left alone:
+    nothing tells them from other numbers.
+    """
+    digits = sum(map(len, parts))
+    if international or parts[0].startswith("00"):
+        return 8 <= digits <= 17
+    if parts[0][0] == "0":
+        return 9 <= digits <= 12 and len(parts) <= 5
+    return tuple(map(len, parts)) in PLAIN_SHAPES
+
+
+@lru_cache(maxsize=4096)
+def _is_international(digits: str) -> bool:
+    import phonenumbers
+
+    try:
+        return bool(phonenumbers.is_possible_number(phonenumbers.parse(f"+{digits}")))
+    except phonenumbers.NumberParseException:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _is_national(digits: str, regions: tuple[str, ...], *, mobile: bool) -> bool:
+    """Whether this is a number (when `mobile`, one that may be a mobile's) of one of `regions`."""
+    import phonenumbers
+
+    mobiles = (
+        phonenumbers.PhoneNumberType.MOBILE,
+        phonenumbers.PhoneNumberType.FIXED_LINE_OR_MOBILE,
+    )
+    for region in regions:
+        try:
+            number = phonenumbers.parse(digits, region)
+        except phonenumbers.NumberParseException:
+            continue
+        if not phonenumbers.is_valid_number_for_region(number, region):
+            continue
+        if not mobile or phonenumbers.number_type(number) in mobiles:
+            return True
+    return False
+
+
+def _may_begin_number(text: str, group: tuple[int, int]) -> bool:
+    """Whether a card or phone number may begin with this group, which is not a run's first.
+
+    A cheap test that spares the search most groups of a table of numbers.
+    """
+    start, stop = group
+    length = stop - start
+    return (
+        length in (3, 4, 5)
+        or length >= 9
+        or text[start] == "0"
+        or text[start - 1] in "+("
+        or (length == 1 and text[start] == "1")
+    )
+
+
+def _phone_prefix(text: str, start: int) -> str:
+    """The `+`, `(` or `+(` before a number's first digit."""
+    before = text[max(0, start - 2) : start]
+    if before == "+(":
+        return before
+    return before[-1:] if before[-1:] in ("+", "(") else ""
+
+
+def is_card_number(digits: str) -> bool:
+    """13 to 19 decimal digits that begin like a payment card and pass the Luhn check (ISO 7812)."""
+    if not 13 <= len(digits) <= 19 or int(digits[0]) not in (2, 3, 4, 5, 6):
+        return False
+    values = [int(digit) for digit in digits[::-1]]
+    doubled = sum(value * 2 - 9 if value > 4 else value * 2 for value in values[1::2])
+    return (sum(values[::2]) + doubled) % 10 == 0
+
+
+def is_iban(text: str) -> bool:
+    """Whether `text` (no spaces) is an account number of ISO 13616: remainder 1 modulo 97."""
+    if not 15 <= len(text) <= 34:
+        return False
+    rotated = text[4:] + text[:4]
+    return int("".join(str(int(character, 36)) for character in rotated)) % 97 == 1
+
+
+def _leave_out(record: dict[str, Any], counts: Counter[str], key: str) -> None:
+    if record.pop(key, None):
+        counts[key] += 1
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > 2 * PIECE_CHARS:
+        end = text.find("\n", start + PIECE_CHARS)
+        if end < 0:
+            break
+        yield text[start : end + 1]
+        start = end + 1
+    yield text[start:]
+
+
+def _card_end(text: str, groups: list[tuple[int, int]], first: int) -> int | None:
+    """The last group of the card number that starts at group `first`.
+
+    Cards are written in one group or in groups of 2 to 7 digits after a first one of four; other
+    groupings count when the whole run is the number, so that tables of numbers stay readable.
+    """
+    digits, found = "", None
+    grouped = groups[first][1] - groups[first][0] == 4
+    for last in range(first, len(groups)):
+        start, stop = groups[last]
+        digits += text[start:stop]
+        if len(digits) > 19:
+            break
+        grouped = grouped and 2 <= stop - start <= 7
+        whole = first == 0 and last == len(groups) - 1
+        if (first == last or grouped or whole) and is_card_number(digits):
+            found = last
+    return found
+
+
+def _ibans(run: re.Match[str]) -> Iterator[Span]:
+    """The longest beginning of `run` that is an IBAN: words in capitals may follow it."""
+    text, start = run.string, run.start()
+    if text[start - 1 : start].isalnum():
+        return
+    for end in range(run.end(), start + 14, -1):
+        if text[end - 1] != " " and is_iban(text[start:end].replace(" ", "")):
+            yield start, end, "iban"
+            return

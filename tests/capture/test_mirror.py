@@ -1,0 +1,302 @@
+"""The traffic mirror: whole conversations, no personal data, every record accounted for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import capture.mirror
+from capture.mirror import Mirror, MirrorError, is_sampled, load_key, pseudonym
+from capture.traffic import TrafficRecord
+
+KEY = b"a key of the tests"
+SECRETS = ("jane.doe@example.com", "4111 1111 1111 1111", "203.0.113.9", "session-cookie-1")
+
+
+def record(number: int, **changes: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        "schema": "inferloop.traffic/1",
+        "request_id": f"{number:032x}",
+        "conversation_id": f"c{number}",
+        "arrival": "2026-11-29T12:00:00.000000+00:00",
+        "arrival_ns": number,
+        "endpoint": "/v1/chat/completions",
+        "tenant": "t",
+        "route": "chat",
+        "class_key": "t/chat/-",
+        "model": "m",
+        "messages": [{"role": "user", "content": f"question {number}"}],
+        "prompt_token_ids": [1, 2, 3],
+        "sampling": {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0},
+        "output_text": "answer",
+        "output_token_ids": [4, 5],
+        "client": "203.0.113.9",
+        "headers": {"Authorization": "Bearer x", "Cookie": "session-cookie-1", "X-Route": "chat"},
+    }
+    return raw | changes
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    files = sorted(directory.glob("traffic-*"))
+    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+
+
+def personal(number: int, size: int = 0) -> list[dict[str, Any]]:
+    text = f"I am {SECRETS[0]}, card {SECRETS[1]}. " + "filler words " * (size // 13)
+    return [{"role": "user", "content": text + f"again {SECRETS[0]}"}]
+
+
+def test_a_thousand_requests_with_personal_data_leave_none_of_it(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=2000)
+    for number in range(1000):
+        changes: dict[str, Any] = {"messages": personal(number)}
+        if number < 10:
+            changes |= {"status": 400, "error_type": "invalid_request_error", "output_text": None}
+        elif number < 20:
+            changes |= {"finish_reason": "abort", "output_text": f"so {SECRETS[0]} is"}
+        elif number < 30:
+            changes["messages"] = personal(number, size=2 << 20)
+        elif number < 40:
+            changes["tenant"] = changes["conversation_id"] = SECRETS[0]
+        elif number < 45:
+            changes["messages"] = "not a list"
+        mirror.offer(record(number, **changes))
+    mirror.close()
+    counters = mirror.counters
+    written = lines(tmp_path)
+    assert counters.offered == 1000
+    assert counters.written == len(written)
+    assert counters.written + sum(counters.skipped.values()) == 1000
+    assert counters.skipped == {"invalid": 5}
+    assert counters.truncated == 10
+    content = b"".join(path.read_bytes() for path in tmp_path.iterdir()).decode()
+    for secret in (*SECRETS, "Authorization", "jane", "4111"):
+        assert secret not in content
+    assert all(TrafficRecord.model_validate(line) for line in written)
+    assert not any("prompt_token_ids" in line for line in written)
+    big = next(line for line in written if line["request_id"] == f"{20:032x}")
+    assert big["truncated"]
+    assert big["original_bytes"] > 2 << 20
+
+
+def test_headers_are_an_allow_list_and_addresses_pseudonyms(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    mirror.offer(record(1))
+    mirror.close()
+    (line,) = lines(tmp_path)
+    assert line["headers"] == {"x-route": "chat"}
+    assert line["client"] == pseudonym("203.0.113.9", KEY)
+    assert line["client"] != pseudonym("203.0.113.9", b"another key")
+    assert line["client_key_id"] == capture.mirror.key_id(KEY)
+    assert pseudonym("::ffff:203.0.113.9", KEY) == line["client"]
+
+
+def test_failed_redaction_drops_the_content_and_counts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = capture.mirror.redact_record
+
+    def failing(raw: dict[str, Any]) -> dict[str, Any]:
+        if "messages" in raw:
+            raise RuntimeError("no redaction today")
+        return real(raw)
+
+    monkeypatch.setattr(capture.mirror, "redact_record", failing)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    mirror.offer(record(1, messages=personal(1), prompt_token_ids=[7]))
+    mirror.close()
+    (line,) = lines(tmp_path)
+    assert line["dropped"] == "redaction failed"
+    assert not {"messages", "prompt_token_ids", "output_text", "output_token_ids"} & set(line)
+    assert mirror.counters.dropped == 1
+
+
+def test_odd_records_are_counted_and_never_raise(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    mirror.offer({})
+    mirror.offer(record(1, messages=[{"role": "user", "content": nested}]))
+    mirror.offer(record(2, messages=[{"role": "user", "content": "lone \ud83d surrogate \x00"}]))
+    mirror.offer(record(3, margins=[float("nan"), 1.0], logprobs=[float("-inf"), -0.5]))
+    mirror.offer(record(4, messages=[{"role": "assistant", "content": None, "name": "x"}]))
+    mirror.offer(record(5, surprise=1))
+    mirror.close()
+    mirror.offer(record(6))
+    counters = mirror.counters
+    assert counters.offered == 7
+    assert counters.written + sum(counters.skipped.values()) == 7
+    assert counters.skipped["closed"] == 1
+    by_id = {int(line["request_id"], 16): line for line in lines(tmp_path)}
+    assert by_id[3]["margins"] == [None, 1.0]
+    assert by_id[3]["logprobs"] == [None, -0.5]
+    assert by_id[4]["messages"] == [{"role": "assistant", "content": None, "name": "x"}]
+    assert "lone" in by_id[2]["messages"][0]["content"]
+
+
+def test_a_full_queue_skips_and_offering_stays_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    real = capture.mirror.redact_record
+
+    def slow(raw: dict[str, Any]) -> dict[str, Any]:
+        gate.wait(20)
+        return real(raw)
+
+    monkeypatch.setattr(capture.mirror, "redact_record", slow)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=10)
+    started = time.monotonic()
+    for number in range(200):
+        mirror.offer(record(number))
+    assert time.monotonic() - started < 1
+    gate.set()
+    mirror.close()
+    counters = mirror.counters
+    assert counters.skipped["queue_full"] >= 189
+    assert counters.written + sum(counters.skipped.values()) == 200 == counters.offered
+
+
+def test_a_full_disk_loses_lines_not_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, calls = os.write, iter(range(100))
+
+    def flaky(descriptor: int, data: bytes) -> int:
+        if data.startswith(b'{"schema') and next(calls) % 2:
+            return real_write(descriptor, data[: len(data) // 2])
+        return real_write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", flaky)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    for number in range(10):
+        mirror.offer(record(number))
+    mirror.close()
+    assert mirror.counters.skipped == {"write_failed": 5}
+    assert len(lines(tmp_path)) == 5
+
+
+def test_files_rotate_by_size_and_are_private(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, rotate_bytes=2000)
+    for number in range(20):
+        mirror.offer(record(number))
+    mirror.close()
+    files = list(tmp_path.iterdir())
+    assert len(files) > 3
+    assert all(file.suffix == ".jsonl" for file in files)
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert sorted(int(line["request_id"], 16) for line in lines(tmp_path)) == list(range(20))
+
+
+def test_an_idle_file_rotates_by_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture.mirror, "SYNC_SECONDS", 0.05)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, rotate_seconds=0.1)
+    mirror.offer(record(1))
+    deadline = time.monotonic() + 10
+    while not list(tmp_path.glob("*.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
+    mirror.close()
+
+
+@settings(max_examples=25)
+@given(st.binary(min_size=1, max_size=80), st.floats(0.05, 0.95))
+def test_sampling_keeps_conversations_and_the_share(key: bytes, share: float) -> None:
+    kept = [is_sampled(f"conversation {n}", share, key) for n in range(2000)]
+    assert kept == [is_sampled(f"conversation {n}", share, key) for n in range(2000)]
+    deviation = (share * (1 - share) / 2000) ** 0.5
+    assert abs(sum(kept) / 2000 - share) < 5 * deviation
+
+
+def test_requests_of_a_conversation_share_its_fate(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=0.3, key=KEY, queue_size=2000)
+    for number in range(1000):
+        mirror.offer(record(number, conversation_id=f"c{number % 100}"))
+    mirror.close()
+    counters = mirror.counters
+    assert counters.written + counters.skipped["not_sampled"] == 1000
+    seen: dict[str, int] = {}
+    for line in lines(tmp_path):
+        seen[line["conversation_id"]] = seen.get(line["conversation_id"], 0) + 1
+    assert set(seen.values()) == {10}
+    assert 10 < len(seen) < 55
+
+
+def test_all_and_nothing(tmp_path: Path) -> None:
+    assert is_sampled("x", 1.0, KEY)
+    assert not is_sampled("x", 0.0, KEY)
+    with pytest.raises(MirrorError, match="outside 0 to 1"):
+        Mirror(tmp_path, share=1.5, key=KEY)
+    with pytest.raises(MirrorError, match="INFERLOOP_MIRROR_KEY"):
+        Mirror(tmp_path, share=1.0, key=b"")
+
+
+def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    first = load_key(home, None)
+    assert len(first) == 32
+    assert load_key(home, None) == first
+    assert stat.S_IMODE((home / "mirror.key").stat().st_mode) == 0o600
+    assert load_key(home, "given") == b"given"
+
+
+@pytest.mark.kill
+def test_a_kill_loses_no_complete_line(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from capture.mirror import Mirror
+from tests.capture.test_mirror import KEY, record
+mirror = Mirror(Path(sys.argv[1]), share=1.0, key=KEY)
+for number in range(10**6):
+    mirror.offer(record(number))
+    while mirror.counters.queued > 100:
+        pass
+    print(mirror.counters.written, flush=True)
+"""
+    for _ in range(3):
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        written = 0
+        while written < 200:
+            written = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split()
+        process.wait()
+        written = int(rest[-1]) if rest else written
+        (part,) = tmp_path.glob("*.part")
+        *complete, last = part.read_bytes().split(b"\n")
+        assert len(complete) >= written
+        assert [int(json.loads(line)["request_id"], 16) for line in complete] == list(
+            range(len(complete))
+        )
+        assert len(last) < 2000
+        Mirror(tmp_path, share=1.0, key=KEY).close()  # the next start finishes the dead one's file
+        assert not list(tmp_path.glob("*.part"))
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
+def test_a_living_writers_file_is_left_alone(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    mirror.offer(record(1))
+    while mirror.counters.written < 1:
+        time.sleep(0.01)
+    other = Mirror(tmp_path, share=1.0, key=KEY)
+    other.close()
+    assert len(list(tmp_path.glob("*.part"))) == 1
+    mirror.close()

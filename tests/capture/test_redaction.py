@@ -1,0 +1,160 @@
+"""Personal data and secrets are found, ordinary text is left alone."""
+
+from __future__ import annotations
+
+import string
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture.redaction import Redactor, is_card_number, is_iban, redact_record
+from capture.truncation import truncate_record
+
+FOUND = [
+    ("write to jane.doe+x@mail.example.com.", "write to <email>."),
+    ("请联系jane@example.com谢谢", "请联系<email>谢谢"),
+    ("用户@例子.广告", "<email>"),
+    ("mailto:jane.doe%40example.com", "mailto:<email>"),
+    ("call +1 (415) 555-2671 now", "call <phone> now"),
+    ("(415) 555-2671", "<phone>"),
+    ("Tel. 030 1234567 or 0171/1234567", "Tel. <phone> or <phone>"),
+    ("打13812345678，谢谢", "打<phone>，谢谢"),
+    ("１３８１２３４５６７８", "<phone>"),
+    ("0033 1 42 68 53 00", "<phone>"),
+    ("pay 4111 1111 1111 1111 today", "pay <card> today"),
+    ("12 4111-1111-1111-1111 33", "12 <card> 33"),
+    ("378282246310005", "<card>"),
+    ("4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1", "<card>"),
+    ("DE89 3704 0044 0532 0130 00 AND MORE", "<iban> AND MORE"),
+    ("GB82WEST12345698765432", "<iban>"),
+    ("key=sk-proj-abcdefghijklmnop1234", "key=<secret>"),
+    ("ghp_0123456789abcdefghijABCDEFGHIJklmnop", "<secret>"),
+    ("AKIAIOSFODNN7EXAMPLE", "<secret>"),
+    ("Authorization: Bearer abcdef.ghijkl-mnopqrstu==", "Authorization: <secret>"),
+    ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl", "<secret>"),
+    (
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc\n-----END RSA PRIVATE KEY-----\nrest",
+        "<secret>\nrest",
+    ),
+]
+
+KEPT = [
+    "3333+777=? 价格：￥1,234.50；“引号”（括号）",
+    "2026-11-29 14:28:42, epoch 1764426522, 123,456,789.00",
+    "pi is 3.14159265358979323846",
+    "version 1.2.3.4, 192.168.1.1, build 20261129",
+    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20",
+    "order 8812345 of 4111 1111 1111 1112",
+    "the risk-free task-based disk-usage approach, user @ home",
+    "4111111111111111111111111111",
+    "in 1984 and 2026 it cost 12.50 each, rooms 100-2000",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 हिन्दी ไทย 한국어",
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), FOUND)
+def test_personal_data_is_replaced(text: str, expected: str) -> None:
+    assert Redactor().text(text) == expected
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_ordinary_text_is_untouched(text: str) -> None:
+    redactor = Redactor()
+    assert redactor.text(text) == text
+    assert not redactor.counts
+
+
+@given(
+    st.text(max_size=80),
+    st.sampled_from(["a.b@example.org", "4111 1111 1111 1111", "sk-aaaaaaaaaaaaaaaaaaaa"]),
+    st.text(max_size=80),
+)
+def test_nothing_around_a_secret_hides_it(before: str, secret: str, after: str) -> None:
+    assert secret not in Redactor().text(f"{before} {secret} {after}")
+
+
+@given(st.text(alphabet=string.printable + "价￥🙂é", max_size=200))
+def test_redacting_again_changes_nothing(text: str) -> None:
+    once = Redactor().text(text)
+    assert Redactor().text(once) == once
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a@a." * 100_000, "x@" + "a-" * 200_000, "1 2 3 4 5 " * 20_000, "+1" * 200_000,
+     "%40a." * 100_000, "-----BEGIN PRIVATE KEY-----" * 20_000, "eyJ" * 200_000],
+)  # fmt: skip
+def test_hostile_text_takes_linear_time(text: str) -> None:
+    started = time.monotonic()
+    Redactor().text(text)
+    assert time.monotonic() - started < 5
+
+
+def test_token_ids_go_with_the_text_they_reveal() -> None:
+    record = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "I am a@b.example"}]}],
+        "prompt_token_ids": [1, 2, 3],
+        "rendered_prompt": "<user>I am a@b.example",
+        "output_text": "hello",
+        "output_token_ids": [4],
+    }
+    clean = redact_record(record)
+    assert clean["messages"][0]["content"][0]["text"] == "I am <email>"
+    assert "prompt_token_ids" not in clean
+    assert clean["output_token_ids"] == [4]
+    assert clean["redactions"] == {"email": 2, "prompt_token_ids": 1}
+
+
+def test_an_answer_with_personal_data_loses_its_tokens_and_alternatives() -> None:
+    record = {
+        "prompt": "who?",
+        "prompt_token_ids": [1],
+        "output_text": "call +49 30 1234567",
+        "output_token_ids": [4, 5],
+        "top": [{"position": 0, "token_ids": [4], "logprobs": [-0.1]}],
+        "margins": [0.5, 0.1],
+    }
+    clean = redact_record(record)
+    assert clean["output_text"] == "call <phone>"
+    assert "output_token_ids" not in clean
+    assert "top" not in clean
+    assert clean["prompt_token_ids"] == [1]
+    assert clean["redactions"] == {"phone": 1, "output_token_ids": 1, "top": 1}
+
+
+def test_token_ids_without_their_text_are_not_kept() -> None:
+    clean = redact_record({"prompt_token_ids": [1, 2], "output_token_ids": [3]})
+    assert "prompt_token_ids" not in clean
+    assert "output_token_ids" not in clean
+
+
+def test_tool_arguments_keys_and_tenants_are_redacted_too() -> None:
+    record = {
+        "messages": [{"tool_calls": [{"function": {"arguments": '{"to": "a@b.example"}'}}],
+                      "a@b.example": ["x", 3, "c@d.example"]}],
+        "tenant": "jane@corp.example",
+        "request_id": "4111111111111111" * 2,
+    }  # fmt: skip
+    clean = redact_record(record)
+    assert "@" not in str(clean)
+    assert clean["request_id"] == record["request_id"]
+
+
+@given(st.integers(min_value=1, max_value=120))
+def test_a_cut_never_leaves_part_of_a_number_or_address(limit: int) -> None:
+    text = "x " * 20 + "card 4111 1111 1111 1111 and jane.doe@example.com end"
+    cut = truncate_record({"prompt": text, "prompt_token_ids": [1]}, limit)
+    clean = redact_record(cut)["prompt"]
+    assert "4111" not in clean
+    assert "jane" not in clean
+    assert len(clean) <= len(text)
+    assert ("prompt_token_ids" in cut) == (limit >= len(text))
+
+
+def test_checksums() -> None:
+    assert is_card_number("5555555555554444")
+    assert not is_card_number("5555555555554445")
+    assert is_iban("FR1420041010050500013M02606")
+    assert not is_iban("FR1420041010050500013M02607")
