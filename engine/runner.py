@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import Runner, StepBatch, StepResult, TopLogprobs
+from engine.batch import RowSampling, Runner, StepBatch, StepResult, TopLogprobs
 from engine.chat_template import ChatTemplate
 from engine.errors import EngineError, RunnerError
 from engine.gguf import GGUFFile, Tensor, load_gguf
@@ -25,6 +25,7 @@ from engine.tokenizer import Tokenizer
 from engine.weights import WeightFormat, pack_weights
 from kernels.cpu_attention import MAX_QUERIES
 from kernels.cpu_jit import has_vnni
+from kernels.cpu_math import FLOAT32
 from kernels.cpu_matmul import allocate_activations, padded_columns
 from kernels.cpu_memory import aligned_zeros
 from kernels.cpu_step import (
@@ -86,6 +87,7 @@ def load_model(
         max_model_len=max_len,
         threads=threads,
     )
+    runner.warm_up()
     info = {
         **_describe(file, config),
         "weights": weights,
@@ -162,9 +164,11 @@ class CpuRunner:
             config.heads, config.kv_heads, config.head_dim, config.ffn, config.vocab_size
         )
         pool = (config.layers, num_blocks, config.kv_heads)
+        # float16 bits beside quantized weights, which lose far more than it does.
+        number = np.float32 if weights.kind == FLOAT32 else np.uint16
         self._cache = Cache(
-            keys=aligned_zeros((*pool, config.head_dim, block_size), np.float32),
-            values=aligned_zeros((*pool, block_size, config.head_dim), np.float32),
+            keys=aligned_zeros((*pool, config.head_dim, block_size), number),
+            values=aligned_zeros((*pool, block_size, config.head_dim), number),
         )
         self._tile = tokens_per_tile(config.heads, config.kv_heads)
         self._buffers = _allocate(config, weights.kind, max_model_len, threads, self._tile)
@@ -198,6 +202,25 @@ class CpuRunner:
         self._sample(outcome)
         sample = time.perf_counter_ns() - mark
         return outcome.result(prepare / 1e3, forward / 1e3, sample / 1e3)
+
+    def warm_up(self) -> None:
+        """Compile the kernels, or load them from the disk cache, before the first request.
+
+        Runs token 0 at position 0 through block 0, which nobody uses yet.
+        """
+        one = np.zeros(1, np.int32)
+        self.run(
+            StepBatch(
+                token_ids=one.astype(np.int64),
+                positions=one,
+                query_start=np.array([0, 1], np.int32),
+                context_lens=one + 1,
+                block_tables=one.reshape(1, 1),
+                slot_mapping=one.astype(np.int64),
+                sampling=[RowSampling(0.0, 1.0, 0, 0, 0, 0)],
+                prompt_logprobs=[None],
+            )
+        )
 
     def close(self) -> None:
         """End the helper threads."""

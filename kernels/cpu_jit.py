@@ -45,16 +45,22 @@ def has_vnni() -> bool:
     return bool(features.get("avx512vnni")) and bool(features.get("avx512f"))
 
 
+def _compile(fastmath, **options):
+    # The numpy error model: a division by zero gives infinity instead of a test and a branch,
+    # which would keep every loop with a division from being vectorised.
+    return numba.njit(nogil=True, error_model="numpy", fastmath=fastmath, **options)
+
+
 def kernel(function):
     """Compile an entry point: no GIL, cached on disk, fused multiply-add."""
-    return numba.njit(nogil=True, cache=True, fastmath=CONTRACT)(function)
+    return _compile(CONTRACT, cache=True)(function)
 
 
 def part(function):
     """A helper that kernels call; compiled into them, order of additions kept."""
-    return numba.njit(nogil=True, fastmath=CONTRACT)(function)
+    return _compile(CONTRACT)(function)
 
 
 def reduction(function):
     """A helper whose sums may be vectorised (see REASSOCIATE)."""
-    return numba.njit(nogil=True, fastmath=REASSOCIATE)(function)
+    return _compile(REASSOCIATE)(function)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu_ir import GROUP, float_bits
+from kernels.cpu_ir import GROUP, bits_of, float_bits
 from kernels.cpu_jit import part, reduction
 
 FLOAT32, INT8, INT4 = 0, 1, 2
@@ -19,6 +19,7 @@ _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 _SMALLEST = np.float32(-87.0)
 _LARGEST = np.float32(88.0)
+_MAGNITUDE = np.int32(2**31 - 1)
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
@@ -59,13 +60,29 @@ def mean_square(row):
     return total / np.float32(row.size)
 
 
-@reduction
-def largest_magnitude(row):
-    """max |x|, float32."""
-    top = _ZERO
+@part
+def largest(row):
+    """max x, float32; a row without NaN.
+
+    Compares bit patterns as integers, in an order that is that of the numbers: float comparisons
+    would not be vectorised.
+    """
+    top = np.int32(-(2**31))
     for i in range(row.size):
-        top = max(top, abs(row[i]))
-    return top
+        bits = bits_of(row[i])
+        key = bits ^ ((bits >> np.int32(31)) & _MAGNITUDE)
+        top = key if key > top else top
+    return float_bits(np.int32(top ^ ((top >> np.int32(31)) & _MAGNITUDE)))
+
+
+@part
+def largest_magnitude(row):
+    """max |x|, float32; a row without NaN. Compares bit patterns, as `largest`."""
+    top = np.int32(0)
+    for i in range(row.size):
+        bits = bits_of(row[i]) & _MAGNITUDE
+        top = bits if bits > top else top
+    return float_bits(top)
 
 
 @part
@@ -123,6 +140,6 @@ def rotate(head, cosine, sine, factor, out):
 def swiglu(gate_up, out):
     """out = silu(gate) * up; `gate_up` holds all gates, then all ups."""
     n = out.size
+    gates, ups = gate_up[:n], gate_up[n:]
     for i in range(n):
-        gate = gate_up[i]
-        out[i] = gate / (_ONE + exp32(-gate)) * gate_up[n + i]
+        out[i] = gates[i] / (_ONE + exp32(-gates[i])) * ups[i]

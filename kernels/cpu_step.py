@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.cpu_attention import MAX_QUERIES, attend
+from kernels.cpu_attention import MAX_QUERIES, attend, store
 from kernels.cpu_ir import LANES
 from kernels.cpu_jit import kernel, part, reduction
 from kernels.cpu_math import exp32, quantize_row, rms_norm, rotate, swiglu
@@ -55,9 +55,9 @@ class Shape(NamedTuple):
 
 class Cache(NamedTuple):
     keys: np.ndarray
-    """float32 [layers, blocks, kv heads, head dim, block size]"""
+    """[layers, blocks, kv heads, head dim, block size], float32 or uint16 (float16 bits)"""
     values: np.ndarray
-    """float32 [layers, blocks, kv heads, block size, head dim]"""
+    """[layers, blocks, kv heads, block size, head dim], likewise"""
 
 
 class Buffers(NamedTuple):
@@ -129,22 +129,23 @@ def _normed(thread, threads, kind, hidden, count, weight, epsilon, buffers):
 @part
 def _write_kv(thread, threads, weights, shape, cache, layer, tokens, qkv):
     """Rotate this thread's share of queries (in place, scaled) and keys; store keys, values."""
-    d = shape.head_dim
-    size = cache.keys.shape[4]
+    d, kv_heads = shape.head_dim, shape.kv_heads
+    keys, values = cache.keys, cache.values
+    size = keys.shape[4]
     scale = np.float32(1.0) / np.sqrt(np.float32(d))
-    one = np.float32(1.0)
     first, last = share(tokens.count, thread, threads)
     for t in range(first, last):
         cosine, sine = weights.rotary[tokens.positions[t]]
-        for h in range(shape.heads):
+        for h in range(shape.heads + kv_heads):
             head = qkv[t, h * d : (h + 1) * d]
-            rotate(head, cosine, sine, scale, head)
+            rotate(head, cosine, sine, scale if h < shape.heads else np.float32(1.0), head)
         block, offset = tokens.slots[t] // size, tokens.slots[t] % size
-        for h in range(shape.kv_heads):
-            at = (shape.heads + h) * d
-            rotate(qkv[t, at : at + d], cosine, sine, one, cache.keys[layer, block, h, :, offset])
-            at += shape.kv_heads * d
-            cache.values[layer, block, h, offset] = qkv[t, at : at + d]
+        for h in range(kv_heads):
+            at = ((layer * keys.shape[1] + block) * kv_heads + h) * d * size
+            k = (shape.heads + h) * d
+            store(qkv[t, k : k + d], keys, at + offset, size)
+            v = k + kv_heads * d
+            store(qkv[t, v : v + d], values, at + offset * d, 1)
 
 
 @part
