@@ -77,13 +77,25 @@ def open_lake(
         raise LakeMissingError(_missing(place))
     if not read_only:
         _prepare_place(place)
+    connection = _attached(place, read_only, threads)
+    try:
+        if read_only:
+            check_version(connection, place)
+            return connection
+        if not migrate(connection, place):
+            return connection
+    except BaseException:
+        connection.close()
+        raise
+    # Inserting through the connection that has just set a lake's option crashes DuckLake 1.0.
+    connection.close()
+    return _attached(place, read_only, threads)
+
+
+def _attached(place: LakePlace, read_only: bool, threads: int | None) -> duckdb.DuckDBPyConnection:
     connection = connect(place, threads=threads)
     try:
         attach(connection, place, read_only=read_only)
-        if read_only:
-            check_version(connection, place)
-        else:
-            migrate(connection, place)
     except BaseException:
         connection.close()
         raise
@@ -135,9 +147,9 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
     if read_only:
         options.append("READ_ONLY")
     else:
-        options.append(f"DATA_PATH '{_escaped(place.data)}'")
+        options.append(f"DATA_PATH '{escaped(place.data)}'")
     try:
-        connection.execute(f"ATTACH '{_escaped(uri)}' AS {NAME} ({', '.join(options)})")
+        connection.execute(f"ATTACH '{escaped(uri)}' AS {NAME} ({', '.join(options)})")
         connection.execute(f"USE {NAME}")
     except duckdb.Error as error:
         if "does not exist" in str(error) and read_only:
@@ -173,12 +185,14 @@ def check_version(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> No
     _refuse_newer(stored[0], place)
 
 
-def migrate(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
-    """Create what is missing and refresh the views when this version's differ."""
+def migrate(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> bool:
+    """Create what is missing, refresh the views when this version's differ; whether any did."""
+    import duckdb
+
     stored = stored_version(connection)
     wanted = (SCHEMA_VERSION, definitions_digest())
     if stored == wanted:
-        return
+        return False
     if stored is not None:
         _refuse_newer(stored[0], place)
     connection.execute("BEGIN")
@@ -191,10 +205,13 @@ def migrate(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
             connection.execute(view.ddl)
         connection.execute("INSERT INTO schema_versions VALUES (?, ?, now()::TIMESTAMP)", wanted)
         connection.execute("COMMIT")
-    except BaseException:
+    except duckdb.Error as error:
         connection.execute("ROLLBACK")
-        raise
+        raise LakeError(
+            f"cannot set up the lake at {place.described}: {first_line(error)}"
+        ) from error
     connection.execute(f"CALL {NAME}.set_option('parquet_compression', 'zstd')")
+    return True
 
 
 def first_line(error: Exception) -> str:
@@ -240,5 +257,6 @@ def _refuse_newer(version: int, place: LakePlace) -> None:
         )
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """`text` for use between single quotes in SQL."""
     return text.replace("'", "''")

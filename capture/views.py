@@ -121,11 +121,12 @@ LATENCY_HEATMAP = View(
     ),
     """
 WITH shape AS (
-    SELECT (epoch_us(to_ts::TIMESTAMP) - epoch_us(from_ts::TIMESTAMP)) / time_bins AS width_us,
+    SELECT epoch_us(from_ts::TIMESTAMP) AS start_us,
+        (epoch_us(to_ts::TIMESTAMP) - epoch_us(from_ts::TIMESTAMP)) / time_bins AS width_us,
         greatest(1, ceil((coalesce(max(t.position), 0) + 1) / position_bins))::BIGINT AS height
     FROM tokens AS t WHERE t.emitted_at >= from_ts::TIMESTAMP
 ), cells AS (
-    SELECT floor((epoch_us(r.arrived_at) - epoch_us(from_ts::TIMESTAMP)) / shape.width_us)::BIGINT AS x,
+    SELECT floor((epoch_us(r.arrived_at) - shape.start_us) / shape.width_us)::BIGINT AS x,
         t.position // shape.height AS y, quantile_cont(t.latency_us, quantile) / 1000 AS latency_ms,
         count(*) AS tokens
     FROM tokens AS t JOIN requests AS r ON r.engine_id = t.engine_id AND r.slot = t.slot, shape
@@ -133,7 +134,7 @@ WITH shape AS (
         AND r.arrived_at >= from_ts::TIMESTAMP AND r.arrived_at < to_ts::TIMESTAMP
     GROUP BY ALL
 )
-SELECT x AS time_bin, make_timestamp((epoch_us(from_ts::TIMESTAMP) + x * width_us)::BIGINT) AS time_start,
+SELECT x AS time_bin, make_timestamp((start_us + x * width_us)::BIGINT) AS time_start,
     y AS position_bin, y * height AS position_start, (y + 1) * height - 1 AS position_end,
     latency_ms, tokens
 FROM cells, shape ORDER BY time_bin, position_bin

@@ -1,0 +1,394 @@
+"""The collector: follows every ring of a directory and commits its rows to the lake, exactly once.
+
+The cursor of a ring is committed in the transaction of its rows: killed anywhere, the collector
+goes on where the lake says. Not for decoding (`capture.ingest`) nor the lake's upkeep
+(`capture.upkeep`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from capture.crash import crash_report, write_report
+from capture.errors import (
+    CollectorError,
+    LakeError,
+    LakeMissingError,
+    LakeVersionError,
+    RingError,
+)
+from capture.exclusive import CollectorLock
+from capture.ingest import RingRows
+from capture.lake import LakePlace, first_line, open_lake
+from capture.reader import Cursor, RingReader, discover
+from capture.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    import duckdb
+
+T = TypeVar("T")
+log = logging.getLogger("inferloop.collector")
+
+COMMIT_S = 1.0
+COMMIT_TOKENS = 200_000
+POLL_S = 0.02
+DISCOVER_S = 0.25
+LIVENESS_S = 0.5
+FIRST_BACKOFF_S = 0.1
+LONGEST_BACKOFF_S = 5.0
+STOP_PATIENCE_S = 10.0
+INLINED_ROWS = 100  # smaller inserts go into the catalog: a file each would cost more
+
+
+@dataclass
+class Status:
+    """What the collector has done since it started; `waiting_for` says why it does not commit."""
+
+    rings: int = 0
+    frames: int = 0
+    tokens: int = 0
+    lost_frames: int = 0
+    lost_tokens: int = 0
+    torn_frames: int = 0
+    commits: int = 0
+    last_commit_s: float = 0.0
+    longest_commit_s: float = 0.0
+    lag_bytes: int = 0
+    largest_lag_share: float = 0.0
+    crashes: int = 0
+    waiting_for: str | None = None
+
+
+class Follower:
+    """One ring: its reader, the rows it gave and where the lake stands."""
+
+    def __init__(self, reader: RingReader, *, committed: bool) -> None:
+        self.reader = reader
+        self.rows = RingRows(reader.header)
+        self.engine_known = committed
+        self.drained = False
+        self._checked_s = 0.0
+
+    def poll(self, status: Status) -> bool:
+        """Read once; whether there was anything."""
+        before = self.reader.cursor
+        lag = self.reader.lag_bytes
+        status.largest_lag_share = max(status.largest_lag_share, lag / self.reader.header.capacity)
+        batch = self.reader.read()
+        if not len(batch) and not batch.gaps and self._writer_gone():
+            # Frames may have come between the read and the look at the writer.
+            batch = self.reader.read()
+            if not len(batch) and not batch.gaps:
+                batch = self.reader.read_open_frame()
+                self.drained = not len(batch)
+        self.rows.add(batch)
+        after = self.reader.cursor
+        torn = after.torn_frames - before.torn_frames
+        if torn:
+            self.rows.add_loss("torn", after.sequence, torn, 0, "the engine died inside a frame")
+        status.frames += len(batch)
+        status.tokens += batch.tokens
+        status.lost_frames += after.lost_frames - before.lost_frames
+        status.lost_tokens += after.lost_tokens - before.lost_tokens
+        status.torn_frames += torn
+        return after != before
+
+    def _writer_gone(self) -> bool:
+        if self.reader.closed_by_writer:
+            return True
+        now = time.monotonic()
+        if now - self._checked_s < LIVENESS_S:
+            return False
+        self._checked_s = now
+        return not self.reader.writer_alive()
+
+
+class Collector:
+    """Collects until `stop` is set, then drains what is there and returns."""
+
+    def __init__(
+        self,
+        place: LakePlace,
+        *,
+        ring_dir: Path,
+        crash_dir: Path,
+        stop: threading.Event,
+        on_status: Callable[[Status], None] | None = None,
+    ) -> None:
+        self.status = Status()
+        self._place = place
+        self._ring_dir = ring_dir
+        self._crash_dir = crash_dir
+        self._stop = stop
+        self._on_status = on_status or (lambda _: None)
+        self._followers: dict[Path, Follower] = {}
+        self._refused: set[Path] = set()
+        self._connection: duckdb.DuckDBPyConnection | None = None
+        self._upkeep = Upkeep()
+        self._patience_ends_s: float | None = None
+        self._committed_s = time.monotonic()
+        self._discovered_s = float("-inf")
+
+    def run(self, *, once: bool = False) -> Status:
+        """Collect. `once`: until every ring that is there now has been read to its end.
+
+        Raises CollectorError when another collector is at work, LakeError when the lake cannot be
+        used at all.
+        """
+        with self._lock():
+            try:
+                self._first_connect()
+                while not self._stop.is_set():
+                    busy = self._round()
+                    if once and not busy:
+                        break
+                    if not busy:
+                        self._idle()
+                self._drain()
+            finally:
+                self._close()
+        return self.status
+
+    def _round(self) -> bool:
+        """Discover, read each ring once, commit when it is time; whether there was anything."""
+        now = time.monotonic()
+        if now - self._discovered_s >= DISCOVER_S:
+            self._discovered_s = now
+            self._discover()
+        busy = False
+        for follower in list(self._followers.values()):
+            if not follower.drained:
+                busy |= follower.poll(self.status)
+        pending = sum(follower.rows.tokens for follower in self._followers.values())
+        if pending >= COMMIT_TOKENS or time.monotonic() - self._committed_s >= COMMIT_S:
+            self.commit()
+        for follower in [f for f in self._followers.values() if f.drained]:
+            self._finish(follower)
+            busy = True
+        return busy
+
+    def _idle(self) -> None:
+        if self._connection is not None and not any(f.rows for f in self._followers.values()):
+            self._upkeep.run_if_due(self._connection)
+        self._stop.wait(POLL_S)
+
+    def _drain(self) -> None:
+        """Read what is there at this moment, not what a busy engine goes on writing."""
+        targets = {f: f.reader.written[0] for f in self._followers.values()}
+        for follower, target in targets.items():
+            while follower.reader.cursor.sequence < target and follower.poll(self.status):
+                if follower.rows.tokens >= COMMIT_TOKENS:
+                    self.commit()
+        self.commit()
+
+    def _discover(self) -> None:
+        for path in discover(self._ring_dir):
+            if path in self._followers or path in self._refused:
+                continue
+            try:
+                self._patiently(lambda path=path: self._follow(path))  # type: ignore[misc]
+            except RingError as error:
+                self._refused.add(path)
+                log.warning("ignored: %s", error)
+
+    def _follow(self, path: Path) -> None:
+        reader = RingReader(path)
+        stored = self._stored_cursor(reader)
+        if stored is not None and stored[1]:
+            reader.close()
+            path.unlink(missing_ok=True)  # a collector was killed between commit and removal
+            return
+        if stored is not None:
+            reader.cursor = stored[0]
+        self._followers[path] = Follower(reader, committed=stored is not None)
+        self.status.rings += 1
+        log.info("following engine %s (pid %d)", reader.header.engine_id, reader.header.pid)
+
+    def _stored_cursor(self, reader: RingReader) -> tuple[Cursor, bool] | None:
+        """The last committed cursor of a ring and whether the ring is finished."""
+        row = (
+            self._lake()
+            .execute(
+                "SELECT sequence, tokens, position, lost_frames, lost_tokens, torn_frames, "
+                "corrupt_frames, finished FROM ingest_cursor "
+                "WHERE engine_id = ?::UUID AND epoch = ? "
+                "ORDER BY position DESC, finished DESC LIMIT 1",
+                [str(reader.header.engine_id), reader.header.epoch],
+            )
+            .fetchone()
+        )
+        return None if row is None else (Cursor(*row[:7]), bool(row[7]))
+
+    def commit(self) -> None:
+        """Write all pending rows and cursors in one transaction; waits while the lake cannot."""
+        followers = [f for f in self._followers.values() if f.rows]
+        self._commit(followers, finished=False)
+
+    def _commit(self, followers: list[Follower], *, finished: bool) -> None:
+        self._committed_s = time.monotonic()
+        self.status.lag_bytes = sum(f.reader.lag_bytes for f in self._followers.values())
+        if not followers:
+            self._on_status(self.status)
+            return
+        for follower in followers:
+            rows = follower.rows
+            if not follower.engine_known and (
+                rows.has("engines") or rows.has("losses") or finished
+            ):
+                if not rows.has("engines"):
+                    rows.add_engine(None)
+                follower.engine_known = True
+            rows.add_cursor(follower.reader.cursor, finished=finished)
+        self._patiently(lambda: self._transaction(followers, finished=finished))
+        for follower in followers:
+            follower.rows.clear()
+        spent = time.monotonic() - self._committed_s
+        self.status.commits += 1
+        self.status.last_commit_s = spent
+        self.status.longest_commit_s = max(self.status.longest_commit_s, spent)
+        self._upkeep.commits += 1
+        self._on_status(self.status)
+
+    def _transaction(self, followers: list[Follower], *, finished: bool) -> None:
+        """Insert and commit; after a failure first look whether only the answer got lost."""
+        if self._connection is None and self._is_stored(followers[0], finished):
+            return
+        connection = self._lake()
+        connection.execute("BEGIN")
+        for follower in followers:
+            follower.rows.insert(connection)
+        connection.execute("COMMIT")
+
+    def _is_stored(self, follower: Follower, finished: bool) -> bool:
+        return self._stored_cursor(follower.reader) == (follower.reader.cursor, finished)
+
+    def _patiently(self, action: Callable[[], T]) -> T:
+        """Run `action` on the lake until it succeeds, waiting ever longer in between.
+
+        For a catalog that somebody has locked, a full disk, a database that restarts. Raises
+        LakeError for what waiting does not cure, CollectorError when told to stop meanwhile.
+        """
+        import duckdb
+
+        backoff = FIRST_BACKOFF_S
+        while True:
+            try:
+                result = action()
+            except (LakeMissingError, LakeVersionError):
+                raise
+            except _permanent_errors() as error:
+                raise LakeError(f"the lake refuses the rows: {first_line(error)}") from error
+            except (duckdb.Error, LakeError) as error:
+                self._disconnect()
+                self._wait(first_line(error), backoff)
+                backoff = min(2 * backoff, LONGEST_BACKOFF_S)
+                continue
+            if self.status.waiting_for is not None:
+                log.warning("the lake is back; what the rings still hold is not lost")
+                self.status.waiting_for = None
+            return result
+
+    def _wait(self, reason: str, backoff: float) -> None:
+        if self.status.waiting_for is None:
+            log.warning("cannot use the lake, waiting: %s", reason)
+        self.status.waiting_for = reason
+        self._on_status(self.status)
+        if not self._stop.wait(backoff):
+            return
+        if self._patience_ends_s is None:
+            self._patience_ends_s = time.monotonic() + STOP_PATIENCE_S
+        if time.monotonic() > self._patience_ends_s:
+            raise CollectorError(
+                f"stopped while the lake could not be written ({reason}): what is not in it is "
+                "still in the rings, start `inferloop collect` again"
+            )
+        time.sleep(backoff)
+
+    def _finish(self, follower: Follower) -> None:
+        """A drained ring whose engine is gone: report, commit the end, remove the file."""
+        reader = follower.reader
+        self._commit([f for f in [follower] if f.rows], finished=False)
+        if reader.closed_by_writer:
+            follower.rows.add_end("engine_closed", "")
+        else:
+            assert self._connection is not None
+            report = crash_report(self._connection, reader.header, reader.cursor, reader.written[0])
+            path = write_report(self._crash_dir, report)
+            follower.rows.add_end("engine_crashed", str(path))
+            self.status.crashes += 1
+            log.error(
+                "engine %s (pid %d) died with %d requests in its open step: %s",
+                reader.header.engine_id,
+                reader.header.pid,
+                len(report["open_step"]),
+                path,
+            )
+        self._commit([follower], finished=True)
+        reader.path.unlink(missing_ok=True)
+        del self._followers[reader.path]
+        reader.close()
+
+    def _lake(self) -> duckdb.DuckDBPyConnection:
+        """The connection, made anew after a failure."""
+        if self._connection is None:
+            connection = open_lake(self._place, read_only=False)
+            connection.execute(f"SET ducklake_default_data_inlining_row_limit = {INLINED_ROWS}")
+            self._connection = connection
+        return self._connection
+
+    def _first_connect(self) -> None:
+        """Open the lake: a locked one is waited for, one that cannot be opened is an error."""
+
+        def attempt() -> LakeError | None:
+            try:
+                self._lake()
+            except LakeError as error:
+                if "locked" in str(error):
+                    raise
+                return error
+            return None
+
+        failure = self._patiently(attempt)
+        if failure is not None:
+            raise failure
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(Exception):
+                self._connection.close()
+        self._connection = None
+
+    def _lock(self) -> CollectorLock:
+        """One collector per ring directory, and per lake where its catalog is a local file."""
+        files = [self._ring_dir / ".collector.lock"]
+        catalog = self._place.catalog_file
+        if catalog is not None:
+            files.append(catalog.with_name(f"{catalog.name}.collector.lock"))
+        return CollectorLock(files)
+
+    def _close(self) -> None:
+        for follower in self._followers.values():
+            follower.reader.close()
+        self._followers.clear()
+        self._disconnect()
+
+
+def _permanent_errors() -> tuple[type[Exception], ...]:
+    """Errors that waiting does not cure: they would mean a defect, never a busy or full lake."""
+    import duckdb
+
+    return (
+        duckdb.BinderException,
+        duckdb.CatalogException,
+        duckdb.ConversionException,
+        duckdb.OutOfRangeException,
+        duckdb.ParserException,
+        duckdb.SyntaxException,
+    )

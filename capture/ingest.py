@@ -1,0 +1,343 @@
+"""From frames to rows: gathers a ring's decoded columns and inserts them, one INSERT per table.
+
+Not for transactions or retries: `capture.collector` owns those. Timestamps are made here, from the
+ring's clock anchors; a clock step after the engine's start cannot make a latency negative.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from capture.decode import (
+    EngineFrame,
+    EventFrame,
+    FinishFrame,
+    Frame,
+    GpuFrame,
+    KernelFrame,
+    MarkFrame,
+    RequestFrame,
+    StepColumns,
+    decode,
+    decode_steps,
+    well_formed,
+)
+from capture.errors import FrameError
+from capture.frames import FrameType, Phase
+from capture.reader import Cursor, FrameBatch, Gap
+from capture.ring import RingHeader
+from capture.schema import TABLES, Column, Table
+
+if TYPE_CHECKING:
+    import duckdb
+
+Columns = dict[str, npt.NDArray[Any]]
+SQL_TABLES = {table.name: table for table in TABLES}
+ARROW_TYPES = {
+    "UUID": pa.string(),
+    "VARCHAR": pa.string(),
+    "JSON": pa.string(),
+    "INTEGER": pa.int32(),
+    "BIGINT": pa.int64(),
+    "FLOAT": pa.float32(),
+    "BOOLEAN": pa.bool_(),
+    "TIMESTAMP": pa.timestamp("us"),
+}
+DROPPED_BITS = (
+    13  # of 24 significant bits of a float32: 11 stay, half a byte a token is saved twice
+)
+
+
+def rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """`values` rounded to 11 significant bits (relative error at most 2^-12); NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    half = np.uint32(1 << (DROPPED_BITS - 1))
+    mask = np.uint32(0xFFFFFFFF << DROPPED_BITS & 0xFFFFFFFF)
+    return ((bits + half) & mask).view(np.float32)
+
+
+class RingRows:
+    """Rows of one ring that wait for their commit."""
+
+    def __init__(self, header: RingHeader) -> None:
+        self.header = header
+        self.engine_id = str(header.engine_id)
+        self.tokens = 0
+        self._steps: list[Columns] = []
+        self._tokens: list[Columns] = []
+        self._chunks: list[Columns] = []
+        self._rows: dict[str, list[tuple[Any, ...]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._steps or self._tokens or self._chunks or self._rows)
+
+    def clear(self) -> None:
+        self.tokens = 0
+        self._steps, self._tokens, self._chunks, self._rows = [], [], [], {}
+
+    def wall(self, time_ns: int) -> np.datetime64 | None:
+        """UTC of a monotonic time; None for 0, which means that it never happened."""
+        if not time_ns:
+            return None
+        wall_ns = self.header.anchor_wall_ns + (time_ns - self.header.anchor_monotonic_ns)
+        return np.datetime64(wall_ns // 1000, "us")
+
+    def add(self, batch: FrameBatch) -> None:
+        """Take the frames of a batch in."""
+        for gap in batch.gaps:
+            self.add_gap(gap)
+        if not len(batch):
+            return
+        is_step = batch.headers["type"] == FrameType.STEP
+        indices = np.flatnonzero(is_step)
+        fits = well_formed(batch, indices)
+        if len(indices[fits]):
+            self._add_steps(decode_steps(batch, indices[fits]))
+        for index in [*np.flatnonzero(~is_step).tolist(), *indices[~fits].tolist()]:
+            try:
+                self._add_frame(decode(batch, index))
+            except FrameError as error:
+                header = batch.headers[index]
+                self.add_loss("undecodable", header["sequence"], 1, header["tokens"], str(error))
+
+    def add_gap(self, gap: Gap) -> None:
+        self.add_loss("overwritten", gap.first_sequence, gap.frames, gap.tokens, None)
+
+    def add_loss(self, kind: str, sequence: int, frames: int, tokens: int, why: str | None) -> None:
+        row = (self.header.epoch, _now(), kind, int(sequence), int(frames), int(tokens), why)
+        self.add_row("losses", *row)
+
+    def add_row(self, table: str, *values: Any) -> None:
+        """One row, without its engine id, in the order of the table's columns."""
+        self._rows.setdefault(table, []).append(values)
+
+    def add_cursor(self, cursor: Cursor, *, finished: bool) -> None:
+        self.add_row(
+            "ingest_cursor",
+            self.header.epoch,
+            cursor.sequence,
+            cursor.tokens,
+            cursor.position,
+            cursor.lost_frames,
+            cursor.lost_tokens,
+            cursor.torn_frames,
+            cursor.corrupt_frames,
+            finished,
+            _now(),
+        )
+
+    def has(self, table: str) -> bool:
+        return table in self._rows
+
+    def add_end(self, kind: str, detail: str) -> None:
+        """The engine's own end, as an event."""
+        self.add_row("events", _now(), kind, None, None, detail)
+
+    def insert(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Write all rows inside the caller's transaction; they stay here until `clear`."""
+        for name, parts in (
+            ("steps", self._steps),
+            ("tokens", self._tokens),
+            ("prefill_chunks", self._chunks),
+        ):
+            if parts:
+                self._insert(connection, SQL_TABLES[name], _concatenated(parts))
+        for name, rows in self._rows.items():
+            table = SQL_TABLES[name]
+            columns = zip(*rows, strict=True)
+            arrow = {
+                column.name: pa.array(values, ARROW_TYPES[column.type.split()[0]])
+                for column, values in zip(table.columns[1:], columns, strict=True)
+            }
+            self._insert(connection, table, pa.table(arrow))
+
+    def _insert(
+        self, connection: duckdb.DuckDBPyConnection, table: Table, rows: Columns | pa.Table
+    ) -> None:
+        connection.register("incoming", rows)
+        try:
+            names = ", ".join(_selected(column) for column in table.columns[1:])
+            connection.execute(
+                f"INSERT INTO {table.name} SELECT '{self.engine_id}'::UUID, {names} FROM incoming"
+            )
+        finally:
+            connection.unregister("incoming")
+
+    def _add_steps(self, decoded: StepColumns) -> None:
+        steps, rows, counts = decoded.steps, decoded.rows, decoded.counts
+        spent_us = (
+            steps["schedule_us"].astype(np.float64)
+            + steps["prepare_us"]
+            + steps["forward_us"]
+            + steps["sample_us"]
+        )
+        start_ns = steps["start_ns"]
+        end_ns = start_ns + (np.nan_to_num(spent_us, posinf=0) * 1000).astype(np.int64)
+        step_id = np.repeat(steps["step_id"].astype(np.int64), counts)
+        ended_at = np.repeat(self._walls(end_ns), counts)
+        is_token = rows["phase"] != Phase.PREFILL
+        tokens = slice(None) if is_token.all() else is_token
+        latency_us = np.nan_to_num(rows["latency_us"][tokens], posinf=0)
+        self._tokens.append(
+            {
+                "slot": rows["slot"][tokens].astype(np.int64),
+                "step_id": step_id[tokens],
+                "position": rows["position"][tokens].view(np.int32),
+                "token_id": rows["token_id"][tokens].view(np.int32),
+                "is_first": rows["phase"][tokens] == Phase.FIRST,
+                "emitted_at": ended_at[tokens],
+                "latency_us": np.rint(latency_us).astype(np.int64),
+                "logprob": rounded(rows["logprob"][tokens]),
+                "margin": rounded(rows["margin"][tokens]),
+                "kv_blocks": rows["kv_blocks"][tokens].view(np.int32),
+            }
+        )
+        self.tokens += len(latency_us)
+        if not is_token.all():
+            chunks = ~is_token
+            self._chunks.append(
+                {
+                    "slot": rows["slot"][chunks].astype(np.int64),
+                    "step_id": step_id[chunks],
+                    "position": rows["position"][chunks].view(np.int32),
+                    "computed_at": ended_at[chunks],
+                    "kv_blocks": rows["kv_blocks"][chunks].view(np.int32),
+                }
+            )
+        self._steps.append(self._step_rows(steps[steps["part"] == 0]))
+
+    def _step_rows(self, steps: npt.NDArray[np.void]) -> Columns:
+        columns: Columns = {
+            "step_id": steps["step_id"].astype(np.int64),
+            "started_at": self._walls(steps["start_ns"]),
+        }
+        for name in ("schedule_us", "prepare_us", "forward_us", "sample_us", "device_us"):
+            columns[name] = steps[name]
+        for name in (
+            "prefill_tokens",
+            "decode_tokens",
+            "running",
+            "waiting",
+            "kv_used",
+            "kv_total",
+            "prefix_hit_tokens",
+        ):
+            columns[name] = np.ascontiguousarray(steps[name]).view(np.int32)
+        columns["graph_bucket"] = steps["graph_bucket"]
+        return columns
+
+    def _walls(self, time_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.datetime64]:
+        offset = self.header.anchor_wall_ns - self.header.anchor_monotonic_ns
+        microseconds = (time_ns + offset) // 1000
+        return microseconds.astype(np.int64).view("datetime64[us]")
+
+    def _add_frame(self, frame: Frame) -> None:
+        match frame:
+            case RequestFrame():
+                self.add_row(
+                    "requests",
+                    frame.slot,
+                    frame.request_id,
+                    self.wall(frame.arrival_ns),
+                    frame.prompt_tokens,
+                    frame.cached_tokens,
+                    frame.max_tokens,
+                    frame.priority,
+                    frame.adjustment,
+                    frame.tenant,
+                    frame.route,
+                    frame.class_key,
+                )
+            case FinishFrame():
+                self.add_row(
+                    "finishes",
+                    frame.slot,
+                    frame.reason,
+                    frame.output_tokens,
+                    self.wall(frame.admitted_ns),
+                    self.wall(frame.first_token_ns),
+                    self.wall(frame.last_token_ns),
+                    self.wall(frame.detokenized_ns),
+                    self.wall(frame.serialized_ns),
+                    self.wall(frame.flushed_ns),
+                    self.wall(frame.time_ns),
+                )
+            case EventFrame():
+                at = self.wall(frame.time_ns)
+                self.add_row("events", at, frame.kind, frame.request_id, frame.slot, frame.detail)
+            case EngineFrame():
+                self.add_engine(frame.info)
+            case KernelFrame():
+                self._add_kernels(frame)
+            case GpuFrame():
+                self._add_gpu(frame)
+            case MarkFrame():
+                self.add_row("marks", self.wall(frame.time_ns), frame.text)
+            case _:
+                raise FrameError("a STEP frame is not decoded alone")
+
+    def add_engine(self, info: dict[str, Any] | None) -> None:
+        """The engine's row; None: its ENGINE frame was lost."""
+        model, fingerprint = (info or {}).get("model"), (info or {}).get("fingerprint")
+        self.add_row(
+            "engines",
+            self.header.epoch,
+            socket.gethostname(),
+            self.header.pid,
+            self.wall(self.header.anchor_monotonic_ns),
+            _as_text(fingerprint),
+            _as_text(model),
+            json.dumps(info) if info is not None else None,
+        )
+
+    def _add_kernels(self, frame: KernelFrame) -> None:
+        starts = self._walls(frame.start_ns)
+        columns = (frame.layer, frame.kernel, starts, frame.duration_us)
+        for layer, kernel, start, duration in zip(*columns, strict=True):
+            self.add_row("kernels", frame.step_id, layer, frame.names[kernel], start, duration)
+
+    def _add_gpu(self, frame: GpuFrame) -> None:
+        memory = frame.memory_used_bytes
+        self.add_row(
+            "gpu_samples",
+            self.wall(frame.time_ns),
+            frame.index,
+            frame.utilization_pct,
+            frame.sm_pct,
+            frame.memory_bandwidth_pct,
+            None if np.isnan(memory) else int(memory),
+            frame.power_w,
+            frame.temperature_c,
+            frame.sm_clock_mhz,
+            frame.memory_clock_mhz,
+            frame.age_ms,
+            frame.unavailable or None,
+        )
+
+
+def _concatenated(parts: list[Columns]) -> Columns:
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _selected(column: Column) -> str:
+    """The expression for one of the lake's columns: what was not measured becomes NULL."""
+    if column.name == "graph_bucket":
+        return "nullif(graph_bucket, -1)"
+    return f"nullif({column.name}, 'NaN'::FLOAT)" if column.type == "FLOAT" else column.name
+
+
+def _as_text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _now() -> np.datetime64:
+    return np.datetime64(datetime.now(UTC).replace(tzinfo=None), "us")

@@ -1,0 +1,117 @@
+"""`inferloop collect`: the collector as a process, with its progress on the terminal."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.main import app
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from capture.collector import Status
+
+STATUS_S = 10.0
+
+
+@app.command()
+def collect(
+    once: Annotated[
+        bool, typer.Option("--once", help="Read what the rings hold now, commit it and stop.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
+) -> None:
+    """Follow the engines' trace rings and commit every token to the trace lake.
+
+    Runs until Ctrl-C or SIGTERM, then drains. Engines may start, stop and crash meanwhile; a
+    crash leaves a report in <home>/crashes. Where rings and lake are: INFERLOOP_HOME,
+    INFERLOOP_RING_DIR, INFERLOOP_LAKE_CATALOG, INFERLOOP_LAKE_DATA.
+
+    Example:  inferloop collect
+    """
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    from capture.collector import Collector
+    from capture.lake import LakePlace
+    from capture.settings import Settings
+
+    console = Console(stderr=True, soft_wrap=True)
+    logging.basicConfig(
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(message)s" if console.is_terminal else "%(asctime)s %(levelname)s %(message)s",
+        handlers=[RichHandler(console=console, show_path=False)] if console.is_terminal else None,
+    )
+    settings = Settings()
+    place = LakePlace.from_settings(settings)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    progress = Progress(console, quiet=quiet)
+    collector = Collector(
+        place,
+        ring_dir=settings.rings,
+        crash_dir=settings.home / "crashes",
+        stop=stop,
+        on_status=progress.show,
+    )
+    if not quiet:
+        console.print(f"collecting from {settings.rings} into {place.described}")
+    with progress:
+        status = collector.run(once=once)
+    if not quiet:
+        console.print(f"stopped: {described(status)}")
+
+
+class Progress:
+    """A live line on a terminal; a log line every ten seconds elsewhere."""
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        from rich.status import Status as Spinner
+
+        self._spinner = Spinner("waiting for rings", console=console)
+        self._live = console.is_terminal and not quiet
+        self._quiet = quiet
+        self._console = console
+        self._shown_s = 0.0
+        self._tokens = 0
+        self._since_s = time.monotonic()
+
+    def __enter__(self) -> None:
+        if self._live:
+            self._spinner.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._spinner.stop()
+
+    def show(self, status: Status) -> None:
+        now = time.monotonic()
+        if self._quiet or (not self._live and now - self._shown_s < STATUS_S):
+            return
+        rate = (status.tokens - self._tokens) / max(now - self._since_s, 1e-9)
+        self._shown_s = self._since_s = now
+        self._tokens = status.tokens
+        text = f"{described(status)}, {rate:,.0f} tokens/s"
+        if self._live:
+            self._spinner.update(text)
+        else:
+            self._console.print(text)
+
+
+def described(status: Status) -> str:
+    """The collector's state in one line."""
+    if status.waiting_for is not None:
+        return f"waiting for the lake: {status.waiting_for}"
+    text = (
+        f"{status.rings} rings, {status.tokens:,} tokens in {status.frames:,} frames, "
+        f"lost {status.lost_tokens:,} tokens, lag {status.lag_bytes >> 10:,} KiB, "
+        f"commits {status.commits:,} (last {status.last_commit_s * 1000:.0f} ms, "
+        f"longest {status.longest_commit_s * 1000:.0f} ms)"
+    )
+    return f"{text}, {status.crashes} engine crashes" if status.crashes else text
