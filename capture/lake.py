@@ -74,7 +74,7 @@ def open_lake(
         place = LakePlace.from_settings(place)
     file = place.catalog_file
     if read_only and file is not None and not file.exists():
-        raise LakeMissingError(_missing(place))
+        raise LakeMissingError(missing(place))
     if not read_only:
         _prepare_place(place)
     connection = _attached(place, read_only, threads)
@@ -153,7 +153,7 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
         connection.execute(f"USE {NAME}")
     except duckdb.Error as error:
         if "does not exist" in str(error) and read_only:
-            raise LakeMissingError(_missing(place)) from error
+            raise LakeMissingError(missing(place)) from error
         raise LakeError(
             f"cannot open the lake at {place.described}: {first_line(error)}"
         ) from error
@@ -176,7 +176,7 @@ def check_version(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> No
     """Raise LakeMissingError or LakeVersionError unless readers of this version fit the lake."""
     stored = stored_version(connection)
     if stored is None:
-        raise LakeMissingError(_missing(place))
+        raise LakeMissingError(missing(place))
     if stored[0] < SCHEMA_VERSION:
         raise LakeVersionError(
             f"the lake at {place.described} has schema {stored[0]}, this version reads "
@@ -242,7 +242,8 @@ def _prepare_place(place: LakePlace) -> None:
         raise LakeError(f"the file system of {file} cannot hold a SQLite database in WAL mode")
 
 
-def _missing(place: LakePlace) -> str:
+def missing(place: LakePlace) -> str:
+    """What to tell somebody who reads a lake that is not there."""
     return (
         f"there is no trace lake at {place.described} yet: start `inferloop collect` beside an "
         "engine, or set INFERLOOP_HOME / INFERLOOP_LAKE_CATALOG to where one is"

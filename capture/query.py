@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from capture.errors import LakeMissingError, QueryError
-from capture.lake import LakePlace
+from capture.lake import LakePlace, missing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,10 +51,7 @@ def run_query(
 
     limits = limits or QueryLimits()
     if place.catalog_file is not None and not place.catalog_file.exists():
-        raise LakeMissingError(
-            f"there is no trace lake at {place.described} yet: run "
-            "`inferloop collect` beside an engine first"
-        )
+        raise LakeMissingError(missing(place))
     process = _start()
     watchdog = _Watchdog(process, limits.timeout_s)
     try:

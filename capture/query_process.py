@@ -1,9 +1,9 @@
 """The process that runs a user's query: started by `capture.query`, never imported by others.
 
 Reads one JSON request from stdin, writes `ready` and an Arrow stream to stdout, or one JSON error
-to stderr. Closed before the query is looked at: files and network (external access off but for the lake's
-own files, which DuckDB could then also write: so only statements that read are run, and the kernel
-refuses every write to a file), settings (locked), extensions (none can be loaded), temporary files.
+to stderr. Closed before the query is looked at: files and network (external access off but for the
+lake's own files, which DuckDB could then also write: so only statements that read are run),
+settings (locked), extensions (none can be loaded), temporary files, files of any size.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import duckdb
 
 BATCH_ROWS = 65536
+FILE_BYTES = 1 << 20
 # The scanner extensions open their files and servers without asking DuckDB, and DuckLake's upkeep
 # deletes files; `query` and `query_table` run text, which could spell their names in pieces.
 _FOREIGN = re.compile(
@@ -85,7 +86,8 @@ def sealed(place: LakePlace, memory_mib: int, threads: int) -> duckdb.DuckDBPyCo
         "lock_configuration = true",
     ):
         connection.execute(f"SET {setting}")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # not one byte more in any file
+    # Reading a SQLite catalog takes its small index file of shared memory; nothing else is written.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     return connection
 
 
