@@ -19,6 +19,8 @@ class TokenizerLike(Protocol):
     vocab_size: int
     eos_ids: frozenset[int]
 
+    def encode(self, text: str, *, special: bool = False) -> list[int]: ...
+
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
