@@ -49,6 +49,7 @@ def dashboard_command(host: str, port: int) -> list[str]:
         "server.address": host,
         "server.port": str(port),
         "server.headless": "true",
+        "runner.magicEnabled": "false",
         "server.fileWatcherType": "none",
         "server.maxUploadSize": "1",
         "browser.gatherUsageStats": "false",

@@ -29,8 +29,8 @@ Expert = Annotated[
     str | None, typer.Option(help="who judges (created when new); default: your login name")
 ]
 Token = Annotated[str, typer.Argument(help="as given by `inferloop label next --json`")]
-KEYS = {"1": "left", "2": "right", "3": "same"}
-HELP = "1 left is better   2 right is better   3 no difference   s skip   u undo   q quit"
+KEYS = {"1": "left", "2": "same", "3": "right"}
+HELP = "1 left is better   2 no difference   3 right is better   s skip   u undo   q quit"
 
 
 @label_app.command("next")
@@ -204,8 +204,8 @@ def _render(queue: LabelQueue, pair: Pair) -> RenderableType:
     left, right = compare(pair.left.text, pair.right.text)
     answers = Columns(
         [
-            Panel(_text(pair.left, left), title="1 left"),
-            Panel(_text(pair.right, right), title="2 right"),
+            Panel(_text(pair.left, left), title="left"),
+            Panel(_text(pair.right, right), title="right"),
         ],
         equal=True,
         expand=True,

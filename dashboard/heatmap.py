@@ -19,6 +19,7 @@ SCALE = "Matter"
 """Perceptually uniform, pale to dark: a slow cell stands out on white, a blank one is no cell."""
 GRID = "#E6E8EC"
 INK = "#1F2933"
+FONT = '"Source Sans", sans-serif'
 LOSS = "rgba(217, 45, 32, 0.12)"
 
 
@@ -100,18 +101,7 @@ def heatmap_figure(
         )
     )
     _draw_losses(figure, losses, start, end, width)
-    figure.update_layout(
-        height=560,
-        margin={"l": 8, "r": 8, "t": 28, "b": 8},
-        plot_bgcolor="white",
-        paper_bgcolor="white",
-        font={"color": INK, "size": 13},
-        uirevision="latency",
-        hoverlabel={"bgcolor": "white", "bordercolor": GRID, "font": {"color": INK}},
-    )
-    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "ticks": "outside"}
-    figure.update_xaxes(title="arrival of the request (UTC)", range=[start, end], **axis)
-    figure.update_yaxes(title="token position in the output", rangemode="tozero", **axis)
+    _lay_out(figure, start, end)
     return figure
 
 
@@ -126,6 +116,22 @@ def merge(losses: Sequence[Loss], gap: timedelta) -> list[Loss]:
         else:
             merged.append(loss)
     return merged
+
+
+def _lay_out(figure: go.Figure, start: datetime, end: datetime) -> None:
+    ink = {"color": INK, "family": FONT}
+    figure.update_layout(
+        height=520,
+        margin={"l": 64, "r": 8, "t": 28, "b": 52},
+        plot_bgcolor="white",
+        paper_bgcolor="white",
+        font=ink | {"size": 13},
+        uirevision="latency",
+        hoverlabel={"bgcolor": "white", "bordercolor": GRID, "font": ink},
+    )
+    axis = {"gridcolor": GRID, "linecolor": GRID, "ticks": "outside", "tickcolor": GRID}
+    figure.update_xaxes(title="arrival of the request (UTC)", range=[start, end], **axis)
+    figure.update_yaxes(title="token position in the output", zeroline=False, **axis)
 
 
 def _bin_height(cells: Cells) -> int:

@@ -27,8 +27,8 @@ from replay.models import Run
 
 VERDICTS = (
     ("left", "Left is better", "1", ":material/west:"),
-    ("same", "No difference", "3", ":material/drag_handle:"),
-    ("right", "Right is better", "2", ":material/east:"),
+    ("same", "No difference", "2", ":material/drag_handle:"),
+    ("right", "Right is better", "3", ":material/east:"),
 )
 SKIP_REASONS = ("outside my field", "cannot be judged from this", "text is damaged")
 HISTORY = 20

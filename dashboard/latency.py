@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
+import duckdb
 import streamlit as st
 
 from capture.errors import CaptureError, LakeMissingError
-from capture.lake import LakePlace, open_lake
+from capture.lake import NAME, LakePlace, open_lake
 from capture.settings import Settings
 from dashboard.heatmap import heatmap_figure
 from dashboard.traces import Overview, arrivals, heatmap_cells, losses, overview
-
-if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
 
 PERIODS: dict[str, timedelta | None] = {
     "5 min": timedelta(minutes=5),
@@ -67,20 +64,34 @@ def _content(period: str, quantile: float, bins: tuple[int, int], logarithmic: b
         st.error(str(error), icon=":material/error:")
         return
     with cursor:
-        known = arrivals(cursor)
-        if known is None:
-            _nothing_yet("The trace lake holds no request yet.")
-            return
-        window = _window(period, *known)
-        if window is None:
-            st.error("The start must lie before the end.", icon=":material/error:")
-            return
-        _show_overview(overview(cursor, *window))
-        _show_heatmap(cursor, window, quantile, bins, logarithmic)
+        try:
+            cursor.execute(f"USE {NAME}")  # a cursor does not inherit the default schema
+            _show_period(cursor, period, quantile, bins, logarithmic)
+        except duckdb.Error as error:
+            st.error(f"cannot read the trace lake: {error}", icon=":material/error:")
+
+
+def _show_period(
+    cursor: duckdb.DuckDBPyConnection,
+    period: str,
+    quantile: float,
+    bins: tuple[int, int],
+    logarithmic: bool,
+) -> None:
+    known = arrivals(cursor)
+    if known is None:
+        _nothing_yet("The trace lake holds no request yet.")
+        return
+    window = _window(period, *known)
+    if window is None:
+        st.error("The start must lie before the end.", icon=":material/error:")
+        return
+    _show_overview(overview(cursor, *window))
+    _show_heatmap(cursor, window, quantile, bins, logarithmic)
 
 
 def _show_heatmap(
-    cursor: DuckDBPyConnection,
+    cursor: duckdb.DuckDBPyConnection,
     window: tuple[datetime, datetime],
     quantile: float,
     bins: tuple[int, int],
@@ -154,7 +165,7 @@ def _naive(moment: datetime) -> datetime:
 
 
 @st.cache_resource(max_entries=2, on_release=lambda connection: connection.close())
-def _connection(place: LakePlace, stamp: tuple[int, int] | None) -> DuckDBPyConnection:
+def _connection(place: LakePlace, stamp: tuple[int, int] | None) -> duckdb.DuckDBPyConnection:
     """One connection a process; each thread takes its own cursor. `stamp` changes when the
     catalog file is another one."""
     return open_lake(place, read_only=True)

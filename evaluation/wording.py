@@ -28,7 +28,8 @@ BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 
 
 class Span(NamedTuple):
-    """A run of text and whether the other answer has something else there."""
+    """A run of text and whether the other answer has something else there. A blank between two
+    changed words counts as changed, so that a changed phrase is one span."""
 
     text: str
     changed: bool
@@ -48,7 +49,7 @@ def compare(left: str, right: str) -> tuple[list[Span], list[Span]]:
         changed = code.tag != "equal"
         _append(left_spans, left_units[code.src_start : code.src_end], changed)
         _append(right_spans, right_units[code.dest_start : code.dest_end], changed)
-    return left_spans, right_spans
+    return _joined(left_spans), _joined(right_spans)
 
 
 def visible(text: str) -> str:
@@ -67,6 +68,18 @@ def _visible(character: str) -> str:
     if character in BIDI or unicodedata.category(character) in ("Cc", "Cs"):
         return f"\u27e8U+{code:04X}\u27e9"
     return character
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for index, span in enumerate(spans):
+        between = 0 < index < len(spans) - 1 and not span.changed
+        changed = span.changed or (between and span.text.strip(" ") == "")
+        if joined and joined[-1].changed == changed:
+            joined[-1] = Span(joined[-1].text + span.text, changed)
+        else:
+            joined.append(Span(span.text, changed))
+    return joined
 
 
 def _append(spans: list[Span], units: list[str], changed: bool) -> None:

@@ -1,0 +1,162 @@
+"""Both pages run without an exception and say what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+from streamlit.testing.v1 import AppTest
+
+import migrations
+from capture.settings import Settings
+from evaluation.models import Label, Presentation
+from replay.database import create_database_engine, open_sessions
+from tests.dashboard.factory import make_lake
+from tests.evaluation.factory import CLASS, add_run, label
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import streamlit as st
+
+    st.cache_resource.clear()
+    monkeypatch.setenv("INFERLOOP_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def latency_page() -> None:
+    from dashboard import latency
+
+    latency.page()
+
+
+def labelling_page() -> None:
+    from dashboard import labelling
+
+    labelling.page()
+
+
+def run(page) -> AppTest:
+    app = AppTest.from_function(page, default_timeout=30).run()
+    assert not app.exception
+    return app
+
+
+def database():
+    url = Settings().database
+    migrations.upgrade(url)
+    return open_sessions(url)
+
+
+def texts(elements) -> str:
+    return " ".join(element.value for element in elements)
+
+
+def test_navigation_opens_the_latency_page(home: Path) -> None:
+    script = Path(__file__).parents[2] / "dashboard" / "app.py"
+    app = AppTest.from_file(str(script), default_timeout=30).run()
+    assert not app.exception
+    assert app.title[0].value == "Latency heat map"
+
+
+def test_latency_page_without_lake_or_requests_says_how_to_get_some(home: Path) -> None:
+    assert "There is no trace lake yet" in texts(run(latency_page).info)
+    make_lake(home, requests=0)
+    assert "holds no request yet" in texts(run(latency_page).info)
+
+
+def test_latency_page_shows_figures_and_the_map(home: Path) -> None:
+    make_lake(home, lost=123)
+    app = run(latency_page)
+    metrics = {metric.label: metric.value for metric in app.metric}
+    assert metrics["Requests"] == "40"
+    assert metrics["Output tokens"] == "1,200"
+    assert metrics["TTFT p50 / p99"] == "10 / 10 ms"
+    assert len(app.get("plotly_chart")) == 1
+    assert "123 tokens never reached the lake" in texts(app.caption)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("period", "5 min"), ("period", "Custom"), ("quantile", "p50")]
+)
+def test_latency_page_controls(home: Path, key: str, value: str) -> None:
+    make_lake(home)
+    app = run(latency_page)
+    next(control for control in app.button_group if control.key == key).set_value([value]).run()
+    assert not app.exception
+    assert not app.error
+    assert len(app.get("plotly_chart")) == 1
+
+
+def test_latency_page_of_a_damaged_catalog_is_a_clear_line(home: Path) -> None:
+    catalog = home / "lake" / "catalog.sqlite"
+    catalog.parent.mkdir()
+    catalog.write_text("not a database, but long enough to be read as one" * 40)
+    assert "lake" in texts(run(latency_page).error)
+
+
+def test_judging_page_without_database_or_runs(home: Path) -> None:
+    assert "no replay to judge yet" in texts(run(labelling_page).info)
+
+
+def test_judging_page_of_a_foreign_schema_is_a_clear_line(home: Path) -> None:
+    engine = create_database_engine(Settings().database)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32))")
+        connection.exec_driver_sql("INSERT INTO alembic_version VALUES ('0000')")
+    assert "this version" in texts(run(labelling_page).error)
+
+
+def test_judging_undoing_and_skipping(home: Path) -> None:
+    sessions = database()
+    run_id = add_run(sessions, classes=[CLASS] * 3)
+    label(sessions, run_id, [-1, 1, 0], expert="machine:ref", kind="machine")
+    app = run(labelling_page)
+    assert "Enter your name" in texts(app.info)
+    app.text_input(key="expert").set_value("Ann").run()
+    button(app, "Left is better").click().run()
+    assert len(stored(sessions)) == 1
+    app.button(key="undo").click().run()
+    assert stored(sessions) == []
+    comment = next(box for box in app.text_input if box.label.startswith("Comment"))
+    comment.set_value("clearer")
+    button(app, "No difference").click().run()
+    assert [(found.value, found.comment) for found in stored(sessions)] == [(0, "clearer")]
+    button(app, "Skip").click().run()
+    with sessions() as session:
+        reasons = session.scalars(select(Presentation.skip_reason)).all()
+    assert reasons.count("outside my field") == 1
+    assert not app.exception
+
+
+def test_machine_labels_appear_only_once_a_verdict_is_final(home: Path) -> None:
+    sessions = database()
+    run_id = add_run(sessions, classes=[CLASS] * 4)
+    label(sessions, run_id, [-1] * 4, expert="machine:ref", kind="machine")
+    app = run(labelling_page)
+    app.text_input(key="expert").set_value("Ann").run()
+    assert not app.table
+    button(app, "Left is better").click().run()
+    assert not app.table, "it can still be undone"
+    button(app, "Left is better").click().run()
+    (table,) = app.table
+    assert list(table.value.columns) == ["You", "Machine label (likelihood, no expert)"]
+    assert len(table.value) == 1
+
+
+def test_a_finished_replay_says_so(home: Path) -> None:
+    add_run(database(), classes=[])
+    app = run(labelling_page)
+    app.text_input(key="expert").set_value("Ann").run()
+    assert "Nothing left to judge" in texts(app.success)
+
+
+def button(app: AppTest, text: str):
+    return next(found for found in app.button if found.label == text)
+
+
+def stored(sessions) -> list[Label]:
+    with sessions() as session:
+        return list(session.scalars(select(Label).where(Label.expert.has(kind="expert"))))
