@@ -15,13 +15,9 @@ class BatchBuilder:
     """Builds `StepBatch`es. It mirrors the block tables of all seats in one int32 array and copies
     only what a table has gained since the last step."""
 
-    def __init__(
-        self, *, max_running: int, block_size: int, max_tokens: int, record_top: int
-    ) -> None:
-        """`max_tokens`: longest sequence; `record_top`: alternatives to report for every token,
-        whatever the request asked."""
+    def __init__(self, *, max_running: int, block_size: int, max_tokens: int) -> None:
+        """`max_tokens`: longest sequence."""
         self._block_size = block_size
-        self._record_top = record_top
         width = -(-max_tokens // block_size)
         self._tables = np.full((max_running, width), -1, np.int32)
         self._owner = [-1] * max_running
@@ -82,7 +78,7 @@ class BatchBuilder:
             params.top_k,
             params.seed,
             len(request.tokens),
-            max(params.logprobs or 0, self._record_top),
+            max(params.logprobs or 0, request.record_top),
         )
 
     def _prompt_logprobs(self, step: Step) -> dict[str, list[Any]]:

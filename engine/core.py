@@ -59,9 +59,7 @@ class Engine:
         metrics: EngineMetrics,
         tracer: StepTracer | None = None,
         policy_path: Path | None = None,
-        record_top: int = 0,
     ) -> None:
-        """`record_top`: alternatives reported for every token, beyond what requests ask."""
         self.metrics = metrics
         self.failure: str | None = None
         self.tokenizer = tokenizer
@@ -75,7 +73,6 @@ class Engine:
             max_running=limits.max_running,
             block_size=runner.block_size,
             max_tokens=self.scheduler.capacity_tokens() + 1,
-            record_top=record_top,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -31,6 +31,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 LOW_MARGIN = 1.0
 """Alternatives are recorded where the top two log-probabilities are closer than this, in nats."""
 
+RECORDED_ALTERNATIVES = 5
+
 LARGE_TEXT = 10_000
 """A prompt of more characters is tokenized on another thread, so that streams are not held up."""
 
@@ -43,7 +45,8 @@ class Template(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """What all requests of a server share. `fingerprint` is the digest over `components`."""
+    """What all requests of a server share. `fingerprint` is the digest over `components`;
+    `is_mirrored` tells by a conversation's id whether its records will be kept."""
 
     engine: Engine
     model_name: str
@@ -51,6 +54,7 @@ class Service:
     fingerprint: str
     components: dict[str, Any]
     on_request_end: Callable[[dict[str, Any]], None] | None
+    is_mirrored: Callable[[str], bool] | None
     ids: RequestIds = field(default_factory=RequestIds)
 
 
@@ -105,6 +109,7 @@ class Exchange:
             class_key=self._class_key(body),
             priority=caller.priority,
             arrival_ns=self._arrival_ns,
+            record_top=RECORDED_ALTERNATIVES if self._is_mirrored() else 0,
         )
         handle = service.engine.submit(request)
         shape = shape_of(
@@ -117,6 +122,10 @@ class Exchange:
         )
         self.accepted = Accepted(body, handle, shape, self._rendered)
         return self.accepted
+
+    def _is_mirrored(self) -> bool:
+        decide = self.service.is_mirrored
+        return decide is not None and decide(self.caller.conversation_id)
 
     def detail(self, accepted: Accepted) -> dict[str, Any]:
         """The extension object for a client that sent X-Inferloop-Detail: 1."""

@@ -69,7 +69,8 @@ class SamplingParams:
 class Request:
     """One request. `tokens` is prompt plus output; `computed` of them are in the KV cache.
 
-    Times are `time.monotonic_ns()`; 0 means it never happened. `effective` is the priority after
+    `record_top`: alternatives to record for each token beyond what the client asked to see. Times
+    are `time.monotonic_ns()`; 0 means it never happened. `effective` is the priority after
     the policy's `adjustment`, larger is served first. `protected` requests are not preempted for
     a higher priority. `slot` is the engine's ordinal of the request, `row` its seat in the batch.
     The first `shared_blocks` blocks are shareable and make up the prefix `prefix_serial` (None:
@@ -84,6 +85,7 @@ class Request:
     class_key: str = "default/completions/-"
     priority: int = DEFAULT_PRIORITY
     arrival_ns: int = field(default_factory=time.monotonic_ns)
+    record_top: int = 0
 
     slot: int = -1
     state: State = State.WAITING

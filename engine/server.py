@@ -6,8 +6,6 @@ Routes and nothing else: bodies are read by `engine.protocol`, answers sent by `
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +24,7 @@ from engine.caller import read_caller
 from engine.core import Engine
 from engine.errors import RequestError
 from engine.exchange import Endpoint, Exchange, Service, Template
+from engine.fingerprint import digest_of
 from engine.protocol import ChatBody, CompletionBody, parse_body
 from engine.replies import encode
 
@@ -52,12 +51,6 @@ class BodyTooLarge(RequestError):
     code = "body_too_large"
 
 
-def fingerprint_of(components: dict[str, Any]) -> str:
-    """Hex digest that identifies a build: BLAKE2s-128 over its components as canonical JSON."""
-    text = json.dumps(components, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
-
-
 def create_app(
     engine: Engine,
     *,
@@ -65,20 +58,23 @@ def create_app(
     template: Template,
     fingerprint: dict[str, Any],
     on_request_end: Callable[[dict[str, Any]], None] | None = None,
+    is_mirrored: Callable[[str], bool] | None = None,
 ) -> FastAPI:
     """The application. It starts the engine with the server and drains it at shutdown.
 
     `fingerprint` holds the build's components; its digest is the `system_fingerprint` of answers.
     `on_request_end` gets every request that could be read, as the raw fields of
-    `inferloop.traffic/1`, failed and cancelled ones included.
+    `inferloop.traffic/1`, failed and cancelled ones included. `is_mirrored` says
+    of a conversation id whether they will be kept, and alternatives are worth recording.
     """
     service = Service(
         engine=engine,
         model_name=model_name,
         template=template,
-        fingerprint=fingerprint_of(fingerprint),
+        fingerprint=digest_of(fingerprint),
         components=fingerprint,
         on_request_end=on_request_end,
+        is_mirrored=is_mirrored,
     )
 
     @asynccontextmanager

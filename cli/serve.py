@@ -1,0 +1,246 @@
+"""`inferloop serve`: the embedded engine behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import uuid4
+
+import typer
+
+from cli.main import app
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi import FastAPI
+
+    from capture.settings import Settings
+    from engine.runner import LoadedModel
+    from engine.tracer import StepTracer
+
+WeightFormat = Literal["int8", "int4", "fp32"]
+
+
+class ServeError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The command's options, as they were given."""
+
+    model: Path | None
+    served_model_name: str | None
+    weights: WeightFormat
+    kv_block: int
+    kv_tokens: int
+    max_model_len: int | None
+    threads: int | None
+    max_running: int
+    token_budget: int
+    max_queue: int
+    max_queue_tokens: int
+    policy: Path | None
+    mirror_share: float | None
+    trace: bool
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Option(help="GGUF file; default: the installed SmolLM2 package")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="name clients use; default: the file's name")
+    ] = None,
+    weights: Annotated[WeightFormat, typer.Option(help="how weights are held")] = "int8",
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port; 0: any free one", min=0, max=65535)] = 8000,
+    kv_block: Annotated[int, typer.Option(help="tokens in a block of the KV cache")] = 16,
+    kv_tokens: Annotated[int, typer.Option(help="tokens the KV cache holds")] = 16384,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="longest prompt plus answer; default: the model's")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="default: all cores", min=1)] = None,
+    max_running: Annotated[int, typer.Option(help="requests in the batch")] = 32,
+    token_budget: Annotated[
+        int, typer.Option(help="tokens computed in a step; smaller: steadier streams")
+    ] = 96,
+    max_queue: Annotated[int, typer.Option(help="waiting requests before 429")] = 1024,
+    max_queue_tokens: Annotated[
+        int, typer.Option(help="prompt tokens of waiting requests before 429")
+    ] = 262_144,
+    policy: Annotated[
+        Path | None, typer.Option(help="feedback policy to follow; default: the home's")
+    ] = None,
+    mirror_share: Annotated[
+        float | None,
+        typer.Option(help="share of conversations to mirror; default: INFERLOOP_MIRROR_SHARE"),
+    ] = None,
+    trace: Annotated[bool, typer.Option(help="write the trace ring")] = True,
+) -> None:
+    """Serve a model over HTTP: OpenAI's completions and chat completions, traced token by token.
+
+    Ctrl-C or SIGTERM finishes the running requests, then stops.
+
+    Example:  inferloop serve --port 8000 --weights int8
+    """
+    from capture.settings import Settings
+
+    listener = _listen(host, port)
+    options = _Options(
+        model, served_model_name, weights, kv_block, kv_tokens, max_model_len, threads,
+        max_running, token_budget, max_queue, max_queue_tokens, policy, mirror_share, trace,
+    )  # fmt: skip
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    with ExitStack() as cleanup:
+        cleanup.callback(listener.close)
+        application, title = _build(options, Settings(), cleanup)
+        where = f"http://{host}:{listener.getsockname()[1]}"
+        _run(application, listener, ready=f"inferloop: serving {title} on {where}")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port first: loading a model only to find it in use would waste a minute."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ServeError(
+                f"port {port} on {host} is in use: stop what listens there, or choose another "
+                "with --port (0: any free one)"
+            ) from error
+        reason = error.strerror or str(error)
+        raise ServeError(f"cannot listen on {host} port {port}: {reason}") from error
+
+
+def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[FastAPI, str]:
+    """Model, engine, trace, mirror and server, wired; and a line that says what is served."""
+    from engine.admission import QueueLimits
+    from engine.core import Engine
+    from engine.fingerprint import digest_of
+    from engine.gguf import find_default_model
+    from engine.metrics import EngineMetrics
+    from engine.runner import load_model
+    from engine.scheduler import Limits
+    from engine.server import create_app
+
+    limits = Limits(options.max_running, options.token_budget)
+    queue_limits = QueueLimits(options.max_queue, options.max_queue_tokens)
+    loaded = load_model(
+        options.model or find_default_model(),
+        weights=options.weights,
+        block_size=options.kv_block,
+        kv_tokens=options.kv_tokens,
+        max_model_len=options.max_model_len,
+        threads=options.threads,
+    )
+    name = options.served_model_name or str(loaded.info["name"])
+    components = _components(loaded, options)
+    info = {"fingerprint": digest_of(components), "model": name, **components}
+    on_request_end, is_mirrored = _mirror(options, settings, cleanup)
+    application = create_app(
+        Engine(
+            loaded.runner,
+            loaded.tokenizer,
+            limits=limits,
+            queue_limits=queue_limits,
+            metrics=EngineMetrics(name),
+            tracer=_tracer(settings, info, cleanup) if options.trace else None,
+            policy_path=options.policy or settings.policy_file,
+        ),
+        model_name=name,
+        template=loaded.template,
+        fingerprint=components,
+        on_request_end=on_request_end,
+        is_mirrored=is_mirrored,
+    )
+    return application, f"{name} ({options.weights}, build {digest_of(components)[:12]})"
+
+
+def _components(loaded: LoadedModel, options: _Options) -> dict[str, Any]:
+    from engine.fingerprint import components_of
+
+    return components_of(
+        weights={"sha256": loaded.info["sha256"], "held_as": options.weights},
+        tokenizer=loaded.tokenizer.fingerprint,
+        template=loaded.template.fingerprint,
+        configuration={
+            "kv_block": options.kv_block,
+            "kv_tokens": options.kv_tokens,
+            "max_model_len": loaded.runner.max_model_len,
+            "max_running": options.max_running,
+            "token_budget": options.token_budget,
+            "threads": options.threads,
+        },
+    )
+
+
+def _tracer(settings: Settings, info: dict[str, Any], cleanup: ExitStack) -> StepTracer:
+    from capture.frames import TraceWriter
+    from capture.ring import RingWriter
+    from engine.tracer import StepTracer
+
+    engine_id = uuid4()
+    ring = RingWriter.create(
+        settings.rings / f"{engine_id}.ring",
+        capacity_bytes=settings.ring_mib << 20,
+        engine_id=engine_id,
+    )
+    cleanup.callback(ring.close)
+    tracer = StepTracer(TraceWriter(ring))
+    tracer.engine(info)
+    return tracer
+
+
+def _mirror(
+    options: _Options, settings: Settings, cleanup: ExitStack
+) -> tuple[Callable[[dict[str, Any]], None] | None, Callable[[str], bool] | None]:
+    """Where finished requests go, and which conversations will be kept; None without a mirror."""
+    from capture.mirror import Mirror, is_sampled, load_key
+
+    share = settings.mirror_share if options.mirror_share is None else options.mirror_share
+    if share == 0:
+        return None, None
+    configured = settings.mirror_key
+    key = load_key(settings.home, configured.get_secret_value() if configured else None)
+    mirror = Mirror(settings.traffic, share=share, key=key)
+    cleanup.callback(mirror.close)
+    return mirror.offer, lambda conversation: is_sampled(conversation, share, key)
+
+
+def _run(application: FastAPI, listener: socket.socket, *, ready: str) -> None:
+    """Serve until SIGINT or SIGTERM, say when requests can come."""
+    import uvicorn
+
+    from engine.server import DRAIN_S
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                typer.echo(ready)
+
+    config = uvicorn.Config(
+        application,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=int(DRAIN_S),
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it is done
+        signal.signal(number, lambda *_: None)
+    server = Server(config)
+    server.run(sockets=[listener])
+    if not server.started:
+        raise ServeError("the server could not start: the log above says why")
