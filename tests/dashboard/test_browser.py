@@ -34,7 +34,8 @@ SECRETS = [
     "new_side",
     "old_a",
     "old_b",
-    "machine",
+    "machine:",
+    "Machine label",
     "likelihood",
     CLASS,
 ]
@@ -74,7 +75,7 @@ def address(tmp_path: Path, sessions: sessionmaker[Session]) -> Iterator[str]:
 def test_judging_by_keyboard_is_stored_and_blind(
     address: str, sessions: sessionmaker[Session]
 ) -> None:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
     received: list[bytes] = []
     with sync_playwright() as playwright:
@@ -88,12 +89,11 @@ def test_judging_by_keyboard_is_stored_and_blind(
         page.keyboard.press("Enter")
         page.wait_for_selector(".il-answer")
         page.get_by_role("heading", name="Judge what changed").click()
-        page.keyboard.press("1")
-        page.get_by_text("1 judged by you").wait_for()
-        page.keyboard.press("u")
-        page.get_by_text("0 judged by you").wait_for()
-        page.keyboard.press("3")
-        page.get_by_text("1 judged by you").wait_for()
+        for key, judged, undo in (("1", 1, True), ("u", 0, False), ("3", 1, True)):
+            expect(page.get_by_role("button", name="Right is better")).to_be_enabled()
+            page.keyboard.press(key)
+            page.get_by_text(f"{judged} judged by you").wait_for()
+            expect(page.get_by_role("button", name="Undo")).to_be_enabled(enabled=undo)
         received.append(page.content().encode())
         browser.close()
     with sessions() as session:
