@@ -1,0 +1,21 @@
+"""What can go wrong in a replay, as the user should read it."""
+
+from __future__ import annotations
+
+
+class ReplayError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code = 1
+
+
+class TrafficError(ReplayError):
+    """A traffic file is missing or holds nothing that can be replayed."""
+
+
+class BuildError(ReplayError):
+    """A build is described wrongly, does not start, or does not answer."""
+
+
+class RunError(ReplayError):
+    """A replay run cannot be made, or there is none with this number."""
