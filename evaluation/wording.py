@@ -1,29 +1,17 @@
 """Two answers cut into spans that are the same or differ, ready to be highlighted.
 
-Words in scripts with spaces, single characters in scripts without; a combining mark or an emoji's
-joiner never stands alone. Control and bidirectional characters are made visible, so that an answer
-can neither drive a terminal nor reorder the page it is shown on.
+Units are those of `replay.units`. Control and bidirectional characters are made visible, so that
+an answer can neither drive a terminal nor reorder the page it is shown on.
 """
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from typing import NamedTuple
 
-from rapidfuzz.distance import Levenshtein
+from replay.diff import text_ops
+from replay.units import split_units
 
-UNIT = re.compile(
-    r"""
-    (?: \s                                                        # one blank
-      | [\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]  # one CJK character
-      | (?:(?![\u2e80-\u9fff])[^\W_])+                            # a word
-      | .                                                         # anything else
-    )
-    (?: [\u0300-\u036f\u20d0-\u20ff\ufe00-\ufe0f\U0001f3fb-\U0001f3ff] | \u200d. )*
-    """,
-    re.VERBOSE | re.DOTALL,
-)
 BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
@@ -37,18 +25,13 @@ class Span(NamedTuple):
 
 def compare(left: str, right: str) -> tuple[list[Span], list[Span]]:
     """Spans of both texts; joined they are `visible(left)` and `visible(right)`."""
-    left_units, right_units = UNIT.findall(visible(left)), UNIT.findall(visible(right))
-    numbers: dict[str, int] = {}
-    left_ids, right_ids = (
-        [numbers.setdefault(unit, len(numbers)) for unit in units]
-        for units in (left_units, right_units)
-    )
+    left_units, right_units = split_units(visible(left)), split_units(visible(right))
     left_spans: list[Span] = []
     right_spans: list[Span] = []
-    for code in Levenshtein.opcodes(left_ids, right_ids):
-        changed = code.tag != "equal"
-        _append(left_spans, left_units[code.src_start : code.src_end], changed)
-        _append(right_spans, right_units[code.dest_start : code.dest_end], changed)
+    for op in text_ops(left_units, right_units):
+        changed = op.tag != "equal"
+        _append(left_spans, left_units[op.left_start : op.left_end], changed)
+        _append(right_spans, right_units[op.right_start : op.right_end], changed)
     return _joined(left_spans), _joined(right_spans)
 
 
