@@ -10,7 +10,7 @@ from cli.main import app
 
 if TYPE_CHECKING:
     from engine.priorities import Policy
-    from evaluation.feedback import Plan
+    from evaluation.feedback import FeedbackRules, Plan
     from evaluation.judgements import Basis
 
 feedback_app = typer.Typer(
@@ -44,13 +44,9 @@ def publish(
     """
     from datetime import timedelta
 
-    from capture.settings import Settings
-    from cli.database import open_database
-    from evaluation import feedback
-    from evaluation.judgements import find_run
-    from replay.database import now
+    from evaluation.feedback import FeedbackRules
 
-    rules = feedback.FeedbackRules(
+    rules = FeedbackRules(
         basis=_basis(basis),
         min_labels=min_labels,
         min_experts=min_experts,
@@ -59,14 +55,7 @@ def publish(
         lifetime=timedelta(days=days),
         dry_run=dry_run,
     )
-    path = Settings().policy_file
-    with open_database()() as session:
-        found = feedback.plan(
-            session, find_run(session, run), rules, feedback.read_policy(path), now()
-        )
-        feedback.publish(session, path, found, enable=enable)
-    _show_plan(found)
-    typer.echo(f"{_state(found.policy)}; written to {path}")
+    _publish(run, rules, enable)
 
 
 @feedback_app.command()
@@ -119,6 +108,22 @@ def disable() -> None:
     path = Settings().policy_file
     feedback.disable(path, now())
     typer.echo(f"feedback is disabled in {path}; `inferloop feedback publish --enable` ends that")
+
+
+def _publish(run_id: int | None, rules: FeedbackRules, enable: bool) -> None:
+    from capture.settings import Settings
+    from cli.database import open_database
+    from evaluation import feedback
+    from evaluation.judgements import find_run
+    from replay.database import now
+
+    path = Settings().policy_file
+    with open_database()() as session:
+        run = find_run(session, run_id)
+        found = feedback.plan(session, run, rules, feedback.read_policy(path), now())
+        feedback.publish(session, path, found, enable=enable)
+    _show_plan(found)
+    typer.echo(f"{_state(found.policy)}; written to {path}")
 
 
 def _basis(text: str) -> Basis:

@@ -81,7 +81,7 @@ def test_gate_writes_its_reports(inferloop, sessions: Sessions, tmp_path: Path) 
         (("gate", "--policy", "absent.toml"), "cannot read the gate policy absent.toml"),
         (("gate", "--markdown", "no/such/dir.md"), "cannot write the report"),
         (("gate", "--bogus"), "No such option"),
-        (("gate", "three"), "not a valid integer"),
+        (("gate", "three"), "Invalid value for 'run'"),
     ],
 )
 def test_a_gate_that_cannot_decide_exits_with_3(
