@@ -11,17 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu_ir import (
-    LANES,
-    prefetch,
-    scores_tile,
-    store_float,
-    store_half,
-    values_tile,
-)
+from kernels.cpu_ir import LANES, prefetch, store_float, store_half
 from kernels.cpu_jit import part, reduction
 from kernels.cpu_math import exp32, largest
 from kernels.cpu_memory import LINE
+from kernels.cpu_tiles import scores_tile, values_tile
 
 MAX_QUERIES = 6
 """Query vectors (tokens x heads of one group) that share the reading of keys and values."""

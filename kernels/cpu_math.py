@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu_ir import GROUP, bits_of, float_bits
+from kernels.cpu_ir import bits_of, float_bits
 from kernels.cpu_jit import part, reduction
+from kernels.cpu_tiles import GROUP
 
 FLOAT32, INT8, INT4 = 0, 1, 2
 """Weight formats."""
@@ -107,21 +108,21 @@ def quantize_span(row, out):
 
 
 @part
-def quantize_row(kind, row, x, t):
-    """Write `row` as row `t` of the activations `x`, in the form the weight format wants."""
-    size = row.size
+def prepare_row(kind, row, x, t):
+    """Write `row` as row `t` of the activations `x`, in the form the weight format wants.
+
+    One scale per 32 values and not per row: activations have outliers, and one scale per row
+    costs SmolLM2 five times the divergence from float32 (KL 0.044 instead of 0.009).
+    """
     if kind == FLOAT32:
-        x.plain[t, :size] = row
-    elif kind == INT8:
-        scale, total = quantize_span(row, x.bytes[t, :size])
-        x.row_scale[t] = scale
-        x.row_offset[t] = total * np.int32(128)
-    else:
-        for g in range(size // GROUP):
-            span = slice(g * GROUP, (g + 1) * GROUP)
-            scale, total = quantize_span(row[span], x.bytes[t, span])
-            x.group_scale[t, g] = scale
-            x.group_sum[t, g] = scale * np.float32(total)
+        x.plain[t, : row.size] = row
+        return
+    for g in range(row.size // GROUP):
+        span = slice(g * GROUP, (g + 1) * GROUP)
+        scale, total = quantize_span(row[span], x.bytes[t, span])
+        x.scale[t, g] = scale
+        x.offset[t, g] = total * np.int32(-128)
+        x.sum[t, g] = scale * np.float32(total)
 
 
 @part

@@ -1,7 +1,8 @@
 """Matrix products of activations with packed weights on the CPU, and the packing.
 
-Three formats: float32, INT8 per output column (activations INT8 per row) and INT4 in groups of 32
-(activations INT8 per group). All are bit-for-bit independent of how many rows there are.
+Three formats: float32, INT8 with a scale per output column, INT4 with scale and minimum per 32
+inputs; activations of the latter two are INT8 with a scale per 32. All are bit-for-bit independent
+of how many rows there are.
 References: `kernels.reference`.
 """
 
@@ -11,17 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.cpu_ir import (
+from kernels.cpu_ir import LANES
+from kernels.cpu_jit import has_vnni, part
+from kernels.cpu_math import FLOAT32, INT4, INT8
+from kernels.cpu_memory import aligned_zeros
+from kernels.cpu_tiles import (
     GROUP,
     GROUP_BYTES,
-    LANES,
     matmul_f32_tile,
     matmul_int4_tile,
     matmul_int8_tile,
 )
-from kernels.cpu_jit import has_vnni, part
-from kernels.cpu_math import FLOAT32, INT4, INT8
-from kernels.cpu_memory import aligned_zeros
 
 
 class Activations(NamedTuple):
@@ -31,13 +32,11 @@ class Activations(NamedTuple):
     """float32 [T, K]: FLOAT32."""
     bytes: np.ndarray
     """int8 [T, K]: INT8, INT4."""
-    row_scale: np.ndarray
-    """float32 [T]: INT8."""
-    row_offset: np.ndarray
-    """int32 [T], 128 * sum of the row's integers: INT8."""
-    group_scale: np.ndarray
-    """float32 [T, K / 32]: INT4."""
-    group_sum: np.ndarray
+    scale: np.ndarray
+    """float32 [T, K / 32]: INT8, INT4."""
+    offset: np.ndarray
+    """int32 [T, K / 32], -128 * sum of the group's integers: INT8."""
+    sum: np.ndarray
     """float32 [T, K / 32], scale * sum of the group's integers: INT4."""
 
 
@@ -49,10 +48,9 @@ def allocate_activations(kind: int, rows: int, width: int) -> Activations:
     return Activations(
         plain=aligned_zeros((plain, width), np.float32),
         bytes=aligned_zeros((quantized, width), np.int8),
-        row_scale=np.zeros(quantized, np.float32),
-        row_offset=np.zeros(quantized, np.int32),
-        group_scale=aligned_zeros((quantized, groups), np.float32),
-        group_sum=aligned_zeros((quantized, groups), np.float32),
+        scale=aligned_zeros((quantized, groups), np.float32),
+        offset=aligned_zeros((quantized, groups), np.int32),
+        sum=aligned_zeros((quantized, groups), np.float32),
     )
 
 
@@ -103,7 +101,7 @@ def quantize_int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def pack_int4(quants: np.ndarray, scale: np.ndarray, minimum: np.ndarray) -> np.ndarray:
     """Groups as of `quantize_int4` -> uint8 bytes of panels [N/16, K/32, GROUP_BYTES].
 
-    The order of the nibbles is that of `cpu_ir.matmul_int4_tile`.
+    The order of the nibbles is that of `cpu_tiles.matmul_int4_tile`.
     """
     quants, scale, minimum = _pad(quants), _pad(scale), _pad(minimum)
     groups = quants.shape[1]
@@ -130,8 +128,8 @@ def panel_bytes(kind, k):
 _VNNI = has_vnni()
 _f32_4_4, _f32_4_1 = matmul_f32_tile(4, 4), matmul_f32_tile(4, 1)
 _f32_1_4, _f32_1_1 = matmul_f32_tile(1, 4), matmul_f32_tile(1, 1)
-_int8_4_4, _int8_4_1 = matmul_int8_tile(4, 4, _VNNI), matmul_int8_tile(4, 1, _VNNI)
-_int8_2_4, _int8_1_4 = matmul_int8_tile(2, 4, _VNNI), matmul_int8_tile(1, 4, _VNNI)
+_int8_4_2, _int8_4_1 = matmul_int8_tile(4, 2, _VNNI), matmul_int8_tile(4, 1, _VNNI)
+_int8_2_2, _int8_1_2 = matmul_int8_tile(2, 2, _VNNI), matmul_int8_tile(1, 2, _VNNI)
 _int8_1_1 = matmul_int8_tile(1, 1, _VNNI)
 _int4_4_2, _int4_4_1 = matmul_int4_tile(4, 2, _VNNI), matmul_int4_tile(4, 1, _VNNI)
 _int4_2_2, _int4_1_2 = matmul_int4_tile(2, 2, _VNNI), matmul_int4_tile(1, 2, _VNNI)
@@ -160,27 +158,29 @@ def _float_columns(rows, wide, x, x_stride, w, k, out, out_stride, add):
 
 
 @part
-def _int8_columns(rows, wide, x, x_stride, scale, offset, w, w_scale, k, out, out_stride, add):
-    """All rows times 64 (`wide`) or 16 output columns of INT8 panels."""
+def _int8_columns(
+    rows, wide, x, x_stride, scale, offset, g_stride, w, w_scale, k, out, out_stride, add
+):
+    """All rows times 32 (`wide`) or 16 output columns of INT8 panels."""
     panel = LANES * k
     m = 0
     while m < rows:
         args = (
-            x + x_stride * m, x_stride, scale + 4 * m, offset + 4 * m, w, panel, w_scale, k,
-            out + out_stride * m, out_stride, add,
+            x + x_stride * m, x_stride, scale + g_stride * m, offset + g_stride * m, g_stride, w,
+            panel, w_scale, k, out + out_stride * m, out_stride, add,
         )  # fmt: skip
         if m + 4 <= rows:
             if wide:
-                _int8_4_4(args)
+                _int8_4_2(args)
             else:
                 _int8_4_1(args)
             m += 4
         elif wide and m + 2 <= rows:
-            _int8_2_4(args)
+            _int8_2_2(args)
             m += 2
         else:
             if wide:
-                _int8_1_4(args)
+                _int8_1_2(args)
             else:
                 _int8_1_1(args)
             m += 1
@@ -223,10 +223,9 @@ def matmul(kind, x, rows, w, w_scale, k, out, add, first, last):
     o, o_stride = out.ctypes.data, 4 * out.shape[1]
     panel = panel_bytes(kind, k)
     plain, plain_stride = x.plain.ctypes.data, 4 * x.plain.shape[1]
-    xb, xb_stride, g_stride = x.bytes.ctypes.data, x.bytes.shape[1], 4 * x.group_scale.shape[1]
-    row_scale, row_offset = x.row_scale.ctypes.data, x.row_offset.ctypes.data
-    group_scale, group_sum = x.group_scale.ctypes.data, x.group_sum.ctypes.data
-    columns = 2 if kind == INT4 else 4
+    xb, xb_stride, g_stride = x.bytes.ctypes.data, x.bytes.shape[1], 4 * x.scale.shape[1]
+    scale, offset, total = x.scale.ctypes.data, x.offset.ctypes.data, x.sum.ctypes.data
+    columns = 4 if kind == FLOAT32 else 2
     j = first
     while j < last:
         wide = j + columns <= last
@@ -236,11 +235,10 @@ def matmul(kind, x, rows, w, w_scale, k, out, add, first, last):
         elif kind == INT8:
             sj = w_scale + 4 * LANES * j
             _int8_columns(
-                rows, wide, xb, xb_stride, row_scale, row_offset, wj, sj, k, oj, o_stride, add
+                rows, wide, xb, xb_stride, scale, offset, g_stride, wj, sj, k, oj, o_stride, add
             )
         else:
             _int4_columns(
-                rows, wide, xb, xb_stride, group_scale, group_sum, g_stride, wj, k, oj, o_stride,
-                add,
-            )  # fmt: skip
+                rows, wide, xb, xb_stride, scale, total, g_stride, wj, k, oj, o_stride, add
+            )
         j += columns if wide else 1

@@ -14,7 +14,7 @@ import numpy as np
 from kernels.cpu_attention import MAX_QUERIES, attend, store
 from kernels.cpu_ir import LANES
 from kernels.cpu_jit import kernel, part, reduction
-from kernels.cpu_math import exp32, quantize_row, rms_norm, rotate, swiglu
+from kernels.cpu_math import exp32, prepare_row, rms_norm, rotate, swiglu
 from kernels.cpu_matmul import Activations, matmul
 from kernels.cpu_threads import barrier, next_item, share
 
@@ -123,7 +123,7 @@ def _normed(thread, threads, kind, hidden, count, weight, epsilon, buffers):
     row = buffers.row[thread, : hidden.shape[1]]
     for t in range(first, last):
         rms_norm(hidden[t], weight, epsilon, row)
-        quantize_row(kind, row, buffers.x, t)
+        prepare_row(kind, row, buffers.x, t)
 
 
 @part
@@ -182,7 +182,7 @@ def _activated(thread, threads, kind, count, ffn, buffers):
     row = buffers.row[thread, :ffn]
     for t in range(first, last):
         swiglu(buffers.gate_up[t, : 2 * ffn], row)
-        quantize_row(kind, row, buffers.x, t)
+        prepare_row(kind, row, buffers.x, t)
 
 
 @kernel
@@ -203,7 +203,7 @@ def run_layers(thread, threads, sync, weights, shape, cache, tokens, buffers):
         _attention(thread, sync, shape, cache, layer, tokens, buffers)
         phase = barrier(sync, threads, phase)
         for t in range(first, last):
-            quantize_row(kind, buffers.attention[t], buffers.x, t)
+            prepare_row(kind, buffers.attention[t], buffers.x, t)
         phase = barrier(sync, threads, phase)
         _linear(thread, threads, weights, layer, OUTPUT, buffers.x, n, hidden, 1)
         phase = barrier(sync, threads, phase)
