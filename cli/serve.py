@@ -132,8 +132,8 @@ def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[F
     from engine.gguf import find_default_model
     from engine.metrics import EngineMetrics
     from engine.runner import load_model
-    from engine.scheduler import Limits
     from engine.server import create_app
+    from engine.step import Limits
 
     limits = Limits(options.max_running, options.token_budget)
     queue_limits = QueueLimits(options.max_queue, options.max_queue_tokens)

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.batch import RowSampling, StepBatch
 from engine.request import Request
-from engine.scheduler import Step
+from engine.step import Step
 
 
 class BatchBuilder:

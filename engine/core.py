@@ -31,17 +31,17 @@ from engine.errors import (
     RequestFailed,
     RunnerError,
 )
+from engine.following import PolicyFollower
 from engine.handle import RequestHandle, notify
 from engine.metrics import EngineMetrics
 from engine.output import Output, TokenizerLike
-from engine.priorities import PolicyFile
 from engine.request import Request, State
-from engine.scheduler import Limits, Scheduler, Step
+from engine.scheduler import Scheduler
+from engine.step import Limits, Step
 from engine.tracer import StepFacts, StepTracer
 
 log = logging.getLogger(__name__)
 
-POLICY_POLL_S = 1.0
 MAX_FAILED_STEPS = 3
 """After this many failed steps in a row the engine gives up: the device is broken."""
 
@@ -67,7 +67,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, limits, max_model_len=runner.max_model_len)
         self._runner = runner
         self._tracer = tracer
-        self._policy = None if policy_path is None else PolicyFile(policy_path)
+        self._policy = PolicyFollower(policy_path)
         self._admission = Admission(queue_limits)
         self._builder = BatchBuilder(
             max_running=limits.max_running,
@@ -86,7 +86,6 @@ class Engine:
         self._step_id = 0
         self._step_started: float | None = None
         self._failed_steps = 0
-        self._next_poll = 0.0
         self._check_due = False
         self._reported: str | None = None
         metrics.bind(
@@ -214,7 +213,7 @@ class Engine:
         if self._touched:
             notify(self._touched.values())
             self._touched.clear()
-        timeout = max(0.0, self._next_poll - time.monotonic()) if self._policy else None
+        timeout = self._policy.wait_s()
         if self._stop_at is not None or self._check_due:
             timeout = 0.0
         with contextlib.suppress(queue.Empty):
@@ -262,7 +261,7 @@ class Engine:
             self._tracer.step(step, result, latency_us, facts)
         later = np.array([bool(r.last_token_ns) for r in requests]) & np.array(sampled)
         self.metrics.step(
-            tokens=len(step.decodes) + sum(chunk.length for chunk in step.chunks),
+            tokens=step.tokens,
             generated=sum(sampled),
             latencies_s=latency_us[later] / 1e6,
         )
@@ -332,22 +331,14 @@ class Engine:
             self._end(self._handles[request.slot], State.FAILED, RequestFailed(message))
 
     def _poll_policy(self) -> None:
-        now = time.monotonic()
-        if self._policy is None or now < self._next_poll:
-            return
-        self._next_poll = now + POLICY_POLL_S
-        change = self._policy.poll(datetime.now(UTC))
+        change = self._policy.poll()
         if change is None:
             return
-        changed = self.scheduler.reprioritise(self._adjustment)
+        changed = self.scheduler.reprioritise(self._policy.adjustment)
         in_force = change.policy is not None and change.policy.in_force(datetime.now(UTC))
         self.metrics.policy(change.policy_id or "", in_force)
         self._event("policy_reloaded", f"{change.reason}; {changed} present requests changed")
         log.info("%s", change.reason)
-
-    def _adjustment(self, class_key: str) -> int:
-        policy = self._policy and self._policy.current
-        return policy.adjustment(class_key, datetime.now(UTC)) if policy else 0
 
     def _check_invariants(self) -> None:
         self._check_due = False
@@ -363,7 +354,7 @@ class Engine:
 
     def _add(self, handle: RequestHandle) -> None:
         request = handle.request
-        request.adjust(self._adjustment(request.class_key))
+        request.adjust(self._policy.adjustment(request.class_key))
         self._handles[request.slot] = handle
         self.scheduler.add(request)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
 
 from engine.blocks import ROOT_SERIAL, BlockPool
 from engine.errors import EngineError, RequestTooLong
 from engine.request import ENDED, Request, State
+from engine.step import Chunk, Limits, Step
 from engine.waiting import WaitingQueue
 
 MAX_PREFILLING = 4
@@ -29,53 +29,6 @@ MAX_PREEMPTIONS = 2
 
 DECODE_WEIGHT = 2
 """What an output token costs a tenant, in prompt tokens (a decode step computes few at a time)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`max_running` requests have a seat; a step computes at most `token_budget` tokens."""
-
-    max_running: int
-    token_budget: int
-
-    def __post_init__(self) -> None:
-        if self.max_running < 1:
-            raise EngineError(f"at least one request must be able to run, not {self.max_running}")
-        if self.token_budget <= self.max_running:
-            raise EngineError(
-                f"a token budget of {self.token_budget} leaves no room for prompts beside "
-                f"{self.max_running} running requests: raise it above that, or run fewer"
-            )
-
-
-@dataclass(slots=True)
-class Chunk:
-    """`length` tokens of a request's prefill from position `start`; `last` draws a token."""
-
-    request: Request
-    start: int
-    length: int
-    last: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step computes, decode rows before prefill rows, and what was decided for it."""
-
-    decodes: list[Request] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    preempted: list[tuple[Request, str]] = field(default_factory=list)
-    stuck: list[Request] = field(default_factory=list)
-    evicted: int = 0
-
-    @property
-    def rows(self) -> int:
-        return len(self.decodes) + len(self.chunks)
-
-    @property
-    def requests(self) -> list[Request]:
-        return self.decodes + [chunk.request for chunk in self.chunks]
 
 
 _Key = TypeVar("_Key", int, str)

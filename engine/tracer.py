@@ -18,7 +18,7 @@ from capture.frames import TraceWriter
 from engine.batch import StepResult
 from engine.handle import RequestHandle
 from engine.request import Request
-from engine.scheduler import Step
+from engine.step import Step
 
 log = logging.getLogger(__name__)
 

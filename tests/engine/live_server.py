@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -17,15 +18,41 @@ from capture.frames import TraceWriter
 from engine.admission import QueueLimits
 from engine.core import Engine
 from engine.metrics import EngineMetrics
-from engine.scheduler import Limits
 from engine.server import create_app
+from engine.step import Limits
 from engine.tracer import StepTracer
-from tests.engine.fake_runner import ByteTokenizer, FakeRunner
+from tests.engine.fake_runner import ByteTokenizer, FakeRunner, expected
 from tests.engine.recorder import RecordingWriter
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A completion request for five greedy tokens after "hello"."""
+    return {"model": "fake", "prompt": "hello", "max_tokens": 5, "temperature": 0, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """The same as a chat request."""
+    return {"model": "fake", "messages": HI, "max_tokens": 5, "temperature": 0, **fields}
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """The data objects of a stream, which must end with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(prompt: str, count: int = 5) -> str:
+    """What the fake model answers."""
+    return ByteTokenizer().decode(expected(list(prompt.encode()), count))
 
 
 class PlainTemplate:
-    """Renders "<role>content" for each message, and refuses when told to."""
+    """Renders "<role>content" for each message."""
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
@@ -55,10 +82,11 @@ class LiveServer:
 
 @contextmanager
 def live_server(runner: FakeRunner | None = None, **options: Any) -> Iterator[LiveServer]:
-    """Serve until the block ends; options go to `Engine`."""
+    """Serve until the block ends; `is_mirrored` goes to the app, other options to `Engine`."""
     runner = runner or FakeRunner()
     writer = RecordingWriter()
     records: list[dict[str, Any]] = []
+    is_mirrored = options.pop("is_mirrored", None)
     engine = Engine(
         runner,
         ByteTokenizer(),
@@ -74,6 +102,7 @@ def live_server(runner: FakeRunner | None = None, **options: Any) -> Iterator[Li
         template=PlainTemplate(),
         fingerprint={"weights": "w", "code": "c"},
         on_request_end=records.append,
+        is_mirrored=is_mirrored,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))

@@ -27,7 +27,7 @@ from engine.errors import (
 from engine.metrics import EngineMetrics
 from engine.priorities import ClassAdjustment, Policy, write_policy
 from engine.request import Request, SamplingParams
-from engine.scheduler import Limits
+from engine.step import Limits
 from engine.tracer import TOKEN_NONE, StepTracer
 from tests.engine.fake_runner import EOS, ByteTokenizer, FakeRunner, expected
 from tests.engine.recorder import RecordingWriter
@@ -412,7 +412,7 @@ def policy(adjustment: int, **changes: Any) -> Policy:
 def test_policy_reload_changes_the_order_of_service_and_says_so(
     start: Start, writer: RecordingWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.POLICY_POLL_S", 0.01)
+    monkeypatch.setattr("engine.following.POLL_S", 0.01)
     path = tmp_path / "policy.json"
     engine = start(FakeRunner(delay_s=0.003), limits=Limits(1, 64), policy_path=path)
     blocker = engine.submit(make("blocks", 60, priority=100))
@@ -433,7 +433,7 @@ def test_policy_reload_changes_the_order_of_service_and_says_so(
 def test_policy_is_followed_while_idle_and_a_broken_file_means_neutral(
     start: Start, writer: RecordingWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.POLICY_POLL_S", 0.01)
+    monkeypatch.setattr("engine.following.POLL_S", 0.01)
     path = tmp_path / "policy.json"
     engine = start(policy_path=path)
     write_policy(path, policy(-30))

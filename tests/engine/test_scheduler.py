@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from engine.blocks import BlockPool
 from engine.errors import EngineError, RequestTooLong
 from engine.request import ENDED, IllegalTransition, Request, SamplingParams, State
-from engine.scheduler import MAX_PREEMPTIONS, Limits, Scheduler, Step
+from engine.scheduler import MAX_PREEMPTIONS, Scheduler
+from engine.step import Limits, Step
 from engine.waiting import AGING_NS, AGING_TURN
 
 STEP_NS = 10_000_000

@@ -1,0 +1,23 @@
+"""A shared server for the tests that leave no trace behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine.live_server import LiveServer, live_server
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[LiveServer]:
+    with live_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: LiveServer) -> Iterator[LiveServer]:
+    shared_server.records.clear()
+    shared_server.runner.script.clear()
+    yield shared_server
+    assert shared_server.engine.pool.used == 0

@@ -1,0 +1,114 @@
+"""The server when things go wrong or end: full queue, lost clients, failed steps, shutdown."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from capture.traffic import TrafficRecord
+from engine.admission import QueueLimits
+from engine.step import Limits
+from tests.engine.fake_runner import FakeRunner
+from tests.engine.live_server import (
+    TEXT,
+    LiveServer,
+    body,
+    live_server,
+)
+
+
+def test_full_queue_answers_429_with_retry_after() -> None:
+    limits, queue = Limits(1, 64), QueueLimits(1, 1000)
+    with live_server(FakeRunner(delay_s=0.01), limits=limits, queue_limits=queue) as server:
+        with server.client.stream("POST", TEXT, json=body(max_tokens=200, stream=True)) as running:
+            lines = running.iter_lines()
+            next(lines)
+            waiting = threading.Thread(target=ask, args=(server,))
+            waiting.start()
+            while not len(server.engine.scheduler.waiting):
+                time.sleep(0.002)
+            answer = ask(server)
+        assert answer.status_code == 429
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        waiting.join(5)
+        refused = [r for r in server.records if r["status"] == 429]
+        assert [r["error_type"] for r in refused] == ["queue_full"]
+
+
+def ask(server: LiveServer) -> httpx.Response:
+    """A request on a connection of its own."""
+    return httpx.post(server.url + TEXT, json=body(), trust_env=False, timeout=20)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_aborts_within_a_step_and_frees_the_blocks(stream: bool) -> None:
+    with live_server(FakeRunner(delay_s=0.005)) as server:
+        data = json.dumps(body(max_tokens=400, stream=stream)).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)))
+        connection.sendall(head + data)
+        while not server.engine.scheduler.decoding:
+            time.sleep(0.002)
+        steps = len(server.runner.steps)
+        connection.close()
+        record = server.record()
+        assert len(server.runner.steps) - steps < 10
+        assert server.engine.pool.used == 0
+        assert (record["status"], record["error_type"]) == (499, "cancelled")
+        assert 0 < record["usage"]["completion_tokens"] < 400
+        TrafficRecord.model_validate(record)
+
+
+def test_failed_step_is_a_500_and_the_server_goes_on(server: LiveServer) -> None:
+    server.runner.fail_next = 1
+    answer = server.client.post(TEXT, json=body())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "step_failed")
+    assert server.client.get("/health").status_code == 200
+    assert server.client.post(TEXT, json=body()).status_code == 200
+
+
+def test_failure_in_the_middle_of_a_stream_is_told_in_the_stream() -> None:
+    with (
+        live_server(FakeRunner(delay_s=0.005)) as server,
+        server.client.stream("POST", TEXT, json=body(max_tokens=300, stream=True)) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        server.runner.fail_next = 1
+        rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "step_failed"
+        assert rest[-1] == "data: [DONE]"
+
+
+def test_engine_that_has_failed_makes_health_503_and_refuses() -> None:
+    with live_server() as server:
+        server.runner.fail_next = 100
+        for _ in range(3):
+            server.client.post(TEXT, json=body())
+        health = server.client.get("/health")
+        assert health.status_code == 503
+        assert "planted failure" in health.json()["reason"]
+        answer = server.client.post(TEXT, json=body())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+
+
+def test_shutdown_finishes_running_streams() -> None:
+    with live_server(FakeRunner(delay_s=0.005)) as server:
+        request = body(max_tokens=60, stream=True, return_token_ids=True)
+        with server.client.stream("POST", TEXT, json=request) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.uvicorn.should_exit = True
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        server.thread.join(10)
+        assert not server.engine.alive
