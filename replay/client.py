@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import httpx
 
-from capture.traffic import Sampling, TrafficRecord
+from capture.traffic import TrafficRecord
 from replay.errors import BuildError
 from replay.stream import Answer, failed, parse_answer
 
@@ -25,7 +25,7 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
 VENDOR_PARAMETERS = ("top_k", "stop_token_ids", "ignore_eos")
 """Sampling parameters that OpenAI's API does not have."""
 
-WARM_UP = {"max_tokens": 4, "temperature": 0.0, "top_p": 1.0}
+WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,14 @@ FALLBACKS = (
 
 
 class Client:
-    """Requests to one build. Use as an async context manager; call `warm_up` first."""
+    """Requests to one build, an async context manager; call `warm_up` for each endpoint first.
+
+    `abilities` is what the server was found to understand at each endpoint.
+    """
 
     def __init__(self, base_url: str, model: str) -> None:
         self._model = model
-        self._abilities = Abilities()
+        self.abilities: dict[str, Abilities] = {}
         self._http = httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT, limits=LIMITS)
 
     async def __aenter__(self) -> Self:
@@ -68,7 +71,8 @@ class Client:
         await self._http.aclose()
 
     async def warm_up(self, like: TrafficRecord) -> None:
-        """Send a small request to the endpoint of `like` and learn what the server understands.
+        """Send a small request with endpoint and parameters of `like`, and learn from it what the
+        server understands.
 
         It is not measured: a fresh process answers its first request slowly. Raises BuildError
         when every form of it is refused.
@@ -78,17 +82,16 @@ class Client:
             "messages": [{"role": "user", "content": "Hello"}] if chat else None,
             "prompt": None if chat else "Hello",
             "prompt_token_ids": None,
-            "sampling": Sampling.model_validate(WARM_UP),
-            "sampling_set": None,
+            "sampling": like.sampling.model_copy(update={"max_tokens": WARM_UP_TOKENS}),
         }
         record = like.model_copy(update=changes)
         answer = failed(0, "not sent")
         for abilities in FALLBACKS:
-            self._abilities = abilities
+            self.abilities[like.endpoint] = abilities
             answer = await self.send(record)
             if answer.error is None:
-                if answer.detailed:
-                    self._abilities = replace(abilities, alternatives=False)
+                if answer.detailed:  # such a server gives the margins itself
+                    self.abilities[like.endpoint] = replace(abilities, alternatives=False)
                 return
             if answer.status not in (400, 404, 415, 422, 501):
                 break
@@ -98,7 +101,7 @@ class Client:
 
     async def send(self, record: TrafficRecord) -> Answer:
         """Send one request and wait for its whole answer. Failures are answers with an `error`."""
-        body = request_body(record, self._model, self._abilities)
+        body = request_body(record, self._model, self.abilities[record.endpoint])
         pieces: list[tuple[int, bytes]] = []
         sent_ns = time.monotonic_ns()
         try:
@@ -117,7 +120,8 @@ def request_body(record: TrafficRecord, model: str, abilities: Abilities) -> dic
     """The JSON body that repeats a recorded request.
 
     Sampling parameters that the client left to the server are left to the build too, so that a
-    changed default shows; the seed is always the one that was resolved.
+    changed default shows. A seed is always sent: the one that was resolved, else one derived from
+    the request's id, so that all passes draw alike.
     """
     body: dict[str, Any] = {"model": model, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -149,9 +153,12 @@ def _sampling_fields(record: TrafficRecord, abilities: Abilities) -> dict[str, A
     for name in ("stop", *VENDOR_PARAMETERS):
         if not fields.get(name):
             fields.pop(name, None)
-    if seed is not None:
-        fields["seed"] = seed
+    fields["seed"] = int(record.request_id[:7], 16) if seed is None else seed
     return fields
+
+
+def uses_vendor_parameters(record: TrafficRecord) -> bool:
+    return any(getattr(record.sampling, name) for name in VENDOR_PARAMETERS)
 
 
 def _headers(record: TrafficRecord) -> dict[str, str]:

@@ -68,7 +68,7 @@ def parse_answer(status: int, sent_ns: int, pieces: Sequence[tuple[int, bytes]])
     duration_ms = (ended_ns - sent_ns) / 1e6
     if status >= 400:
         body = b"".join(piece for _, piece in pieces)
-        return failed(status, _error_message(body), duration_ms=duration_ms)
+        return failed(status, error_message(body), duration_ms=duration_ms)
     parts = _Parts()
     try:
         done = _read_events(parts, pieces)
@@ -113,7 +113,7 @@ def _read_events(parts: _Parts, pieces: Sequence[tuple[int, bytes]]) -> bool:
 
 def _read_event(parts: _Parts, at_ns: int, event: dict[str, Any]) -> None:
     if event.get("error"):
-        parts.error = _error_message(json.dumps(event).encode())
+        parts.error = error_message(json.dumps(event).encode())
         return
     if event.get("inferloop") is not None:
         parts.detail = event["inferloop"]
@@ -216,7 +216,8 @@ def finite(value: float | None) -> float | None:
     return min(value, LARGEST_MARGIN) if value > 0 else value
 
 
-def _error_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
+    """The message of an OpenAI-style error body, else the body itself; one line."""
     try:
         error = json.loads(body)
         while isinstance(error, dict) and ("error" in error or "message" in error):
