@@ -81,15 +81,17 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(runner: FakeRunner | None = None, **options: Any) -> Iterator[LiveServer]:
-    """Serve until the block ends; `is_mirrored` goes to the app, other options to `Engine`."""
+def live_server(runner: Any = None, **options: Any) -> Iterator[LiveServer]:
+    """Serve until the block ends; `template` and `is_mirrored` go to the app, other options to
+    `Engine`. The model's name is "fake" whatever it is."""
     runner = runner or FakeRunner()
     writer = RecordingWriter()
     records: list[dict[str, Any]] = []
     is_mirrored = options.pop("is_mirrored", None)
+    template = options.pop("template", PlainTemplate())
     engine = Engine(
         runner,
-        ByteTokenizer(),
+        options.pop("tokenizer", ByteTokenizer()),
         limits=options.pop("limits", Limits(max_running=8, token_budget=64)),
         queue_limits=options.pop("queue_limits", QueueLimits(100, 100_000)),
         metrics=EngineMetrics("fake"),
@@ -99,7 +101,7 @@ def live_server(runner: FakeRunner | None = None, **options: Any) -> Iterator[Li
     app = create_app(
         engine,
         model_name="fake",
-        template=PlainTemplate(),
+        template=template,
         fingerprint={"weights": "w", "code": "c"},
         on_request_end=records.append,
         is_mirrored=is_mirrored,

@@ -1,0 +1,129 @@
+"""`inferloop serve` as its users run it: a process, its first line, its signals, its errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from capture.traffic import TrafficRecord
+from tests.engine.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "cli", "serve", "--threads", "1", *options]
+
+
+def environment(home: Path) -> dict[str, str]:
+    ours = {"INFERLOOP_HOME": str(home), "INFERLOOP_RING_DIR": str(home / "rings")}
+    return {**os.environ, **ours, "INFERLOOP_RING_MIB": "1"}
+
+
+@contextmanager
+def serving(home: Path, model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running server on a free port: its process and its address."""
+    process = subprocess.Popen(
+        command("--model", str(model), "--kv-tokens", "1024", "--port", "0", *options),
+        env=environment(home),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        found = re.search(r"serving tiny \(int8, build [0-9a-f]{12}\) on (http://\S+)", ready)
+        assert found is not None, ready
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*options), env=environment(home), capture_output=True, text=True, check=False
+    )
+
+
+def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -> None:
+    with serving(tmp_path, model, "--mirror-share", "1") as (process, url):
+        request = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+        answer = httpx.post(f"{url}/v1/completions", json=request, trust_env=False, timeout=60)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] <= 5
+        rings = list((tmp_path / "rings").glob("*.ring"))
+        assert len(rings) == 1
+        build = httpx.get(f"{url}/inferloop/build", trust_env=False).json()
+        assert set(build["components"]) == {
+            "weights", "tokenizer", "template", "code", "configuration", "libraries", "device",
+        }  # fmt: skip
+        assert build["fingerprint"].encode() in rings[0].read_bytes()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    lines = [
+        line
+        for file in (tmp_path / "traffic").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    assert [TrafficRecord.model_validate_json(line).status for line in lines] == [200]
+
+
+def test_fingerprint_is_the_same_for_the_same_build_only(tmp_path: Path, model: Path) -> None:
+    fingerprints = []
+    for options in ([], [], ["--kv-block", "32"]):
+        with serving(tmp_path, model, "--no-trace", *options) as (_, url):
+            build = httpx.get(f"{url}/inferloop/build", trust_env=False).json()
+            fingerprints.append(build["fingerprint"])
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert not (tmp_path / "rings").exists()
+
+
+def test_port_in_use_is_one_clear_line_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        result = run(tmp_path, "--model", "none.gguf", "--port", str(port))
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert f"port {port} on 127.0.0.1 is in use" in result.stderr
+    assert "--port" in result.stderr
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--model", "none.gguf"], "none.gguf"),
+        (["--token-budget", "8"], "token budget of 8"),
+        (["--max-queue", "0"], "queue of 0 requests"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(
+    tmp_path: Path, options: list[str], text: str
+) -> None:
+    result = run(tmp_path, "--port", "0", *options)
+    assert result.returncode == 1
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("inferloop: ")
+
+
+def test_help_has_an_example(tmp_path: Path) -> None:
+    result = run(tmp_path, "--help")
+    assert result.returncode == 0
+    assert "inferloop serve --port 8000" in result.stdout
