@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import QueueFull, RequestAborted, RequestError
+from engine.errors import QueueFull, RequestAborted, RequestError, RequestFailed
 from engine.exchange import Accepted, Exchange
 from engine.handle import RequestHandle
 from engine.output import TokenEvent
@@ -50,6 +50,9 @@ class Answer(Response):
             await self._send_error(send, error)
         except (OSError, asyncio.CancelledError):
             exchange.fail(RequestAborted("the connection was lost"))
+            raise
+        except Exception:
+            exchange.fail(RequestFailed("the server failed on this request"))
             raise
         finally:
             watcher.cancel()

@@ -196,12 +196,11 @@ class Engine:
         if self._stop_at is not None and (self.scheduler.idle or time.monotonic() >= self._stop_at):
             return False
         began_ns = time.monotonic_ns()
-        waiting = len(self.scheduler.waiting)
         step = self.scheduler.schedule(began_ns)
         if step is not None:
             self._report_decisions(step, began_ns)
             if step.rows:
-                self._run(step, began_ns, waiting)
+                self._run(step, began_ns)
             self._check_due = True
         elif self._check_due and self.scheduler.idle:
             self._check_invariants()
@@ -222,7 +221,7 @@ class Engine:
             while True:
                 self._inbox.get_nowait()()
 
-    def _run(self, step: Step, began_ns: int, waiting: int) -> None:
+    def _run(self, step: Step, began_ns: int) -> None:
         batch = self._builder.build(step)
         scheduled_ns = time.monotonic_ns()
         facts = StepFacts(
@@ -230,7 +229,7 @@ class Engine:
             start_ns=began_ns,
             schedule_us=(scheduled_ns - began_ns) / 1000,
             running=self.scheduler.running,
-            waiting=waiting,
+            waiting=len(self.scheduler.waiting),
             kv_used=self.pool.used,
             kv_total=self.pool.num_blocks,
         )
@@ -327,7 +326,7 @@ class Engine:
         if step.evicted:
             self._event("cache_evicted", f"{step.evicted} idle blocks reused")
         for request in step.stuck:
-            message = f"no KV block is left for token {len(request.tokens)}: shorten the request"
+            message = f"no KV block is left for {len(request.tokens)} tokens: shorten the request"
             self._end(self._handles[request.slot], State.FAILED, RequestFailed(message))
 
     def _poll_policy(self) -> None:

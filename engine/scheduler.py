@@ -133,10 +133,12 @@ class Scheduler:
         if self.prefilling:
             self._fill(step, self.limits.token_budget - len(step.decodes))
         step.evicted = self.pool.evictions - evictions
-        if not step.rows:
-            return step if step.stuck else None
-        self._in_flight = True
-        return step
+        if step.rows:
+            self._in_flight = True
+            return step
+        if self.waiting:  # even alone it finds no room: blocks must have been lost
+            self._give_up(self.waiting.candidates(now_ns)[0][0], step)
+        return step if step.stuck else None
 
     def commit(self, step: Step, token_ids: Sequence[int]) -> None:
         """Retire a computed step. `token_ids` has one entry a row (ignored where none is drawn);
@@ -183,10 +185,13 @@ class Scheduler:
                     self._hold(request, block)
                     break
                 if self.running == 1:
-                    step.stuck.append(request)
-                    self.end(request, State.FAILED)
+                    self._give_up(request, step)
                     break
                 self._preempt(self._least_important(), step, "out of KV blocks")
+
+    def _give_up(self, request: Request, step: Step) -> None:
+        step.stuck.append(request)
+        self.end(request, State.FAILED)
 
     def _least_important(self) -> Request:
         running = [*self.decoding.values(), *self.prefilling.values()]

@@ -368,6 +368,31 @@ def test_request_that_can_never_fit_is_refused_and_others_run() -> None:
     assert finished([other])
 
 
+def test_lost_blocks_fail_a_request_instead_of_hanging_it() -> None:
+    sim = Simulation(blocks=4, block_size=4)
+    lost = sim.scheduler.pool.allocate(2)
+    assert lost is not None
+    outgrows, never_starts = sim.add(6, 8), sim.add(10, 2)
+    for _ in range(10):
+        sim.now_ns += STEP_NS
+        step = sim.scheduler.schedule(sim.now_ns)
+        if step is not None and step.rows:
+            sim.scheduler.commit(step, [7] * step.rows)
+    assert (outgrows.state, never_starts.state) == (State.FAILED, State.FAILED)
+    assert sim.scheduler.idle
+
+
+def test_preempted_request_keeps_its_place() -> None:
+    sim = Simulation(max_running=1)
+    low = sim.add(5, 50, priority=10)
+    sim.until(lambda: low.state is State.DECODE)
+    later = sim.add(5, 5, priority=10)
+    high = sim.add(5, 5, priority=90)
+    sim.run()
+    assert sim.order == [low, high, low, later]
+    assert low.output_len == 50
+
+
 def test_budget_without_room_for_prompts_is_refused() -> None:
     with pytest.raises(EngineError, match="token budget of 8"):
         Limits(max_running=8, token_budget=8)
