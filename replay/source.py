@@ -211,7 +211,9 @@ def _traffic_files(path: Path) -> list[Path]:
             )
         return files
     if not path.exists():
-        raise TrafficError(f"there is no traffic file {path}")
+        raise TrafficError(
+            f"there is no traffic at {path}: give --traffic, or serve with `--mirror-share 1` first"
+        )
     return [path]
 
 
@@ -221,7 +223,7 @@ def _lines(path: Path, digest: Any) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, start=1):
                 digest.update(line)
                 if line.strip():
-                    yield number, line
+                    yield number, line.rstrip(b"\r\n")
     except OSError as error:
         raise TrafficError(f"cannot read {path}: {error.strerror}") from error
 
