@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.admission import Admission, QueueLimits
-from engine.batch import Runner, StepResult
-from engine.batching import BatchBuilder
+from engine.batch import Runner, StepBatch, StepResult
+from engine.batching import build_batch
 from engine.blocks import BlockPool
 from engine.errors import (
     EngineUnavailable,
@@ -37,6 +37,7 @@ from engine.metrics import EngineMetrics
 from engine.output import Output, TokenizerLike
 from engine.request import Request, State
 from engine.scheduler import Scheduler
+from engine.seats import Seats
 from engine.step import Limits, Step
 from engine.tracer import StepFacts, StepTracer
 
@@ -69,10 +70,9 @@ class Engine:
         self._tracer = tracer
         self._policy = PolicyFollower(policy_path)
         self._admission = Admission(queue_limits)
-        self._builder = BatchBuilder(
+        self._seats = Seats(
             max_running=limits.max_running,
-            block_size=runner.block_size,
-            max_tokens=self.scheduler.capacity_tokens() + 1,
+            max_blocks=self.pool.blocks_for(self.scheduler.capacity_tokens()),
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -222,7 +222,8 @@ class Engine:
                 self._inbox.get_nowait()()
 
     def _run(self, step: Step, began_ns: int) -> None:
-        batch = self._builder.build(step)
+        rows = self._seats.update(step)
+        batch = build_batch(step, self._seats, rows, self.pool.block_size)
         scheduled_ns = time.monotonic_ns()
         facts = StepFacts(
             step_id=self._step_id,
@@ -245,32 +246,38 @@ class Engine:
         finally:
             self._step_started = None
         self._failed_steps = 0
-        self._deliver(step, result, facts)
+        self._deliver(step, rows, batch, result, facts)
 
-    def _deliver(self, step: Step, result: StepResult, facts: StepFacts) -> None:
-        """Retire a step: state, trace, metrics, then each request's new token."""
+    def _deliver(
+        self,
+        step: Step,
+        rows: np.ndarray,
+        batch: StepBatch,
+        result: StepResult,
+        facts: StepFacts,
+    ) -> None:
+        """Retire a step: trace, metrics, state, then each request's new token."""
         now_ns = time.monotonic_ns()
-        requests = step.requests
-        sampled = [True] * len(step.decodes) + [chunk.last for chunk in step.chunks]
-        before = [r.last_token_ns or r.arrival_ns for r in requests]
-        latency_us = ((now_ns - np.array(before, np.int64)) / 1000).astype(np.float32)
+        seats = self._seats
+        drawn = np.array([sampling is not None for sampling in batch.sampling])
+        latency_us = ((now_ns - seats.last_ns[rows]) / 1000).astype(np.float32)
+        if self._tracer is not None:
+            self._tracer.step(step, seats, rows, batch, result, latency_us, facts)
+        self.metrics.step(
+            tokens=len(batch.token_ids),
+            generated=int(drawn.sum()),
+            latencies_s=latency_us[drawn & seats.started[rows]] / 1e6,
+        )
+        seats.drew(rows[drawn], now_ns)
         tokens = result.token_ids.tolist()
         self.scheduler.commit(step, tokens)
-        if self._tracer is not None:
-            self._tracer.step(step, result, latency_us, facts)
-        later = np.array([bool(r.last_token_ns) for r in requests]) & np.array(sampled)
-        self.metrics.step(
-            tokens=step.tokens,
-            generated=sum(sampled),
-            latencies_s=latency_us[later] / 1e6,
-        )
         for row, chunk in enumerate(step.chunks, start=len(step.decodes)):
             prompt = result.prompt[row]
             if prompt is not None:
                 self._handles[chunk.request.slot].output.add_prompt(chunk.start, prompt)
         logprobs, margins = result.logprobs.tolist(), result.margins.tolist()
-        for row, request in enumerate(requests):
-            if sampled[row]:
+        for row, request in enumerate(step.requests):
+            if batch.sampling[row] is not None:
                 self._token(request, tokens[row], logprobs[row], margins[row], result, row, now_ns)
 
     def _token(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,8 +23,7 @@ class TokenizerLike(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(NamedTuple):
     """One of the likeliest tokens at a position; `rank` 1 is the likeliest, `logprob` in nats
     under the raw distribution."""
 
@@ -34,8 +32,7 @@ class Alternative:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A token and the text that became certain with it (the token's own text may come later: a
     character may be unfinished, or a stop string undecided). `finish_reason` "stop" or "length"
     marks the last event."""

@@ -183,6 +183,7 @@ class Scheduler:
                 block = self.pool.allocate(1)
                 if block is not None:
                     self._hold(request, block)
+                    step.grown.append(request)
                     break
                 if self.running == 1:
                     self._give_up(request, step)
@@ -245,6 +246,7 @@ class Scheduler:
                 return _Place.CLASS_FULL if class_full else _Place.NO_ROOM
         self._seat(request, hits, needed, aged=aged)
         step.admitted.append(request)
+        step.grown.append(request)
         return _Place.ADMITTED
 
     def _demand(self, request: Request) -> tuple[list[int], int]:

@@ -37,12 +37,14 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """Decode rows come before prefill rows. `preempted` requests have a reason; `stuck` ones were
-    given up because no memory is left for them; `evicted` idle cached blocks were reused."""
+    """Decode rows come before prefill rows. `grown` requests were given blocks; `preempted` ones
+    have a reason; `stuck` ones were given up because no memory is left for them; `evicted` counts
+    idle cached blocks that were reused."""
 
     decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
     preempted: list[tuple[Request, str]] = field(default_factory=list)
     stuck: list[Request] = field(default_factory=list)
     evicted: int = 0

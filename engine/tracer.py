@@ -15,15 +15,17 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from capture.frames import TraceWriter
-from engine.batch import StepResult
+from engine.batch import StepBatch, StepResult
 from engine.handle import RequestHandle
 from engine.request import Request
+from engine.seats import Seats
 from engine.step import Step
 
 log = logging.getLogger(__name__)
 
-DECODE_TOKEN, FIRST_TOKEN, NO_TOKEN = 0, 1, 2
-"""Phases of a step's rows; NO_TOKEN is a prefill chunk that is not the prompt's last."""
+FIRST_TOKEN, NO_TOKEN = 1, 2
+"""Phases of a step's rows, besides 0 for a decoded token; NO_TOKEN is a prefill chunk that is not
+the prompt's last."""
 
 TOKEN_NONE = 0xFFFFFFFF
 
@@ -93,21 +95,28 @@ class StepTracer:
 
     @_guarded
     def step(
-        self, step: Step, result: StepResult, latency_us: np.ndarray, facts: StepFacts
+        self,
+        step: Step,
+        seats: Seats,
+        rows: np.ndarray,
+        batch: StepBatch,
+        result: StepResult,
+        latency_us: np.ndarray,
+        facts: StepFacts,
     ) -> None:
-        """A committed step. `latency_us` float32 [R]: since each request's previous token (its
-        arrival for the first)."""
-        requests = step.requests
-        decodes = len(step.decodes)
-        positions = [len(r.tokens) - r.prompt_len - 1 for r in requests]
-        phases = np.zeros(len(requests), np.uint32)
-        token_ids = result.token_ids.astype(np.uint32)
-        for row, chunk in enumerate(step.chunks, start=decodes):
-            if not chunk.last:
-                phases[row], token_ids[row] = NO_TOKEN, TOKEN_NONE
-                positions[row] = chunk.start + chunk.length - 1
-            elif positions[row] == 0:
-                phases[row] = FIRST_TOKEN
+        """A computed step, before it is committed. `rows` is the seat of each row; `latency_us`
+        float32 [R] the time since each request's previous token (its arrival for the first)."""
+        positions = batch.context_lens - seats.prompt_len[rows]
+        phases = np.zeros(len(rows), np.uint32)
+        token_ids = result.token_ids
+        if step.chunks:
+            token_ids = token_ids.copy()
+            for row, chunk in enumerate(step.chunks, start=len(step.decodes)):
+                if not chunk.last:
+                    phases[row], token_ids[row] = NO_TOKEN, TOKEN_NONE
+                    positions[row] = chunk.start + chunk.length - 1
+                elif positions[row] == 0:
+                    phases[row] = FIRST_TOKEN
         self._writer.step(
             step_id=facts.step_id,
             start_ns=facts.start_ns,
@@ -116,22 +125,22 @@ class StepTracer:
             forward_us=result.forward_us,
             sample_us=result.sample_us,
             device_us=result.device_us,
-            prefill_tokens=sum(chunk.length for chunk in step.chunks),
-            decode_tokens=decodes,
+            prefill_tokens=len(batch.token_ids) - len(step.decodes),
+            decode_tokens=len(step.decodes),
             running=facts.running,
             waiting=facts.waiting,
             kv_used=facts.kv_used,
             kv_total=facts.kv_total,
             prefix_hit_tokens=sum(r.cached_tokens for r in step.admitted if not r.preemptions),
             graph_bucket=-1,
-            slots=np.array([r.slot for r in requests], np.uint32),
-            positions=np.array(positions, np.uint32),
+            slots=seats.slot[rows],
+            positions=positions,
             token_ids=token_ids,
             phases=phases,
             latency_us=latency_us,
             logprobs=result.logprobs,
             margins=result.margins,
-            kv_blocks=np.array([len(r.block_table) for r in requests], np.uint32),
+            kv_blocks=seats.blocks[rows],
         )
 
     @_guarded
