@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from engine.blocks import ROOT_SERIAL, BlockPool
 from engine.errors import EngineError, RequestTooLong
-from engine.request import ENDED, Request, State
+from engine.request import ENDED, MAX_PRIORITY, Request, State
 from engine.step import Chunk, Limits, Step
 from engine.waiting import WaitingQueue
 
@@ -55,7 +55,7 @@ class Scheduler:
         self.prefilling: dict[int, Request] = {}
         self._rows = list(range(limits.max_running - 1, -1, -1))
         self._decoding_of: Counter[str] = Counter()
-        self._running_at: Counter[int] = Counter()
+        self._displaceable_at: Counter[int] = Counter()
         self._long_running = 0
         self._long_limit = max(1, int(limits.max_running * LONG_SHARE))
         self._admissions = 0
@@ -118,7 +118,7 @@ class Scheduler:
         if changed:
             self.waiting.rebuild()
             running = [*self.decoding.values(), *self.prefilling.values()]
-            self._running_at = Counter(request.effective for request in running)
+            self._displaceable_at = Counter(r.effective for r in running if not r.protected)
         return changed
 
     def schedule(self, now_ns: int) -> Step | None:
@@ -178,6 +178,12 @@ class Scheduler:
     def _grow(self, step: Step) -> None:
         """Give every decoding request room for its next token, preempting where memory is out."""
         needy = [r for r in self.decoding.values() if len(r.tokens) > r.capacity]
+        blocks = self.pool.allocate(len(needy))
+        if blocks is not None:
+            for request, block in zip(needy, blocks, strict=True):
+                self._hold(request, [block])
+            step.grown += needy
+            return
         for request in needy:
             while request.state is State.DECODE:
                 block = self.pool.allocate(1)
@@ -228,7 +234,8 @@ class Scheduler:
     def _place(self, request: Request, step: Step, *, aged: bool, hold: bool) -> _Place:
         """Give the request a seat and blocks, or the blocks and seats of less important running
         requests. `hold`: free room is kept for another request."""
-        outranks = bool(self._running_at) and min(self._running_at) < request.effective
+        lowest = min(self._displaceable_at, default=MAX_PRIORITY)
+        outranks = lowest < request.effective
         if not outranks and (hold or not self._rows):
             return _Place.NO_ROOM
         hits, needed = self._demand(request)
@@ -303,7 +310,8 @@ class Scheduler:
         request.protected = request.protected or aged
         self._admissions += 1
         self._long_running += not request.is_short
-        self._running_at[request.effective] += 1
+        if not request.protected:
+            self._displaceable_at[request.effective] += 1
         self.prefilling[request.slot] = request
         request.move(State.PREFILL)
 
@@ -317,7 +325,8 @@ class Scheduler:
             del self.prefilling[request.slot]
         else:
             _count_down(self._decoding_of, request.tenant)
-        _count_down(self._running_at, request.effective)
+        if not request.protected:
+            _count_down(self._displaceable_at, request.effective)
         self.pool.release(request.block_table)
         request.block_table.clear()
         request.capacity = request.computed = 0
