@@ -77,7 +77,10 @@ def load_model(
     file = load_gguf(path)
     config = LlamaConfig.from_gguf(file)
     num_blocks, max_len = _sizes(config, block_size, kv_tokens, max_model_len)
-    threads = threads or len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    threads = cores if threads is None else threads
+    if not 1 <= threads <= cores:
+        raise EngineError(f"{threads} threads: this process may use 1 to {cores} (--threads)")
     runner = CpuRunner(
         config,
         pack_weights(file, config, weights, max_len),

@@ -69,8 +69,13 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`. With `special`, control tokens written in the text become their ids:
-        for rendered chat prompts only, never for text that a user typed."""
+        """Ids of `text`.
+
+        With `special`, control tokens written in the text become their ids: for rendered chat
+        prompts only, never for text that a user typed. Bytes that the vocabulary lacks (SmolLM2:
+        six control characters and lead bytes of unassigned planes) are dropped, as the model's
+        own tokenizer does.
+        """
         encoder = self._special if special else self._plain
         return encoder.encode(text, add_special_tokens=False).ids
 

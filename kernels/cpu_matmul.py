@@ -14,7 +14,7 @@ import numpy as np
 
 from kernels.cpu_ir import LANES
 from kernels.cpu_jit import has_vnni, part
-from kernels.cpu_math import FLOAT32, INT4, INT8
+from kernels.cpu_math import FLOAT32, INT8
 from kernels.cpu_memory import aligned_zeros
 from kernels.cpu_tiles import (
     GROUP,

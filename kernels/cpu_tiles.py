@@ -23,14 +23,14 @@ AHEAD = 512
 the bandwidth unused on the INT4 panels."""
 
 
-def _finish(e, rows, columns, value, out, out_stride, add):
-    """Store value(row, column) vectors at `out`, added to what is there when `add` is not 0."""
+def _finish(e, rows, columns, result, out, out_stride, add):
+    """Store result(row, column, before) at `out`; before: what is there, or 0 if `add` is 0."""
     keep = e.b.icmp_signed("!=", add, ZERO)
     for m in range(rows):
         for n in range(columns):
             place = ((out_stride, m), 4 * LANES * n)
             before = e.b.select(keep, e.load(VF32, out, *place), ir.Constant(VF32, None))
-            e.store(e.b.fadd(before, value(m, n)), out, *place)
+            e.store(result(m, n, before), out, *place)
 
 
 def matmul_f32_tile(rows, columns):
@@ -55,7 +55,11 @@ def matmul_f32_tile(rows, columns):
             return result
 
         totals = e.loop(k, [ir.Constant(VF32, None)] * (rows * columns), body)
-        _finish(e, rows, columns, lambda m, n: totals[m * columns + n], out, out_stride, add)
+
+        def result(m, n, before):
+            return e.b.fadd(before, totals[m * columns + n])
+
+        _finish(e, rows, columns, result, out, out_stride, add)
 
     return tile_intrinsic(emit)
 
@@ -100,10 +104,11 @@ def matmul_int8_tile(rows, columns, vnni):
         groups = e.b.ashr(k, ir.Constant(I64, 5))
         totals = e.loop(groups, [ir.Constant(VF32, None)] * (rows * columns), body)
 
-        def value(m, n):
-            return e.b.fmul(totals[m * columns + n], e.load(VF32, w_scale, 4 * LANES * n))
+        def result(m, n, before):
+            scale = e.load(VF32, w_scale, 4 * LANES * n)
+            return e.multiply_add(totals[m * columns + n], scale, before)
 
-        _finish(e, rows, columns, value, out, out_stride, add)
+        _finish(e, rows, columns, result, out, out_stride, add)
 
     return tile_intrinsic(emit, vnni)
 
@@ -155,7 +160,11 @@ def matmul_int4_tile(rows, columns, vnni):
 
         groups = e.b.ashr(k, ir.Constant(I64, 5))
         totals = e.loop(groups, [ir.Constant(VF32, None)] * (rows * columns), body)
-        _finish(e, rows, columns, lambda m, n: totals[m * columns + n], out, out_stride, add)
+
+        def result(m, n, before):
+            return e.b.fadd(before, totals[m * columns + n])
+
+        _finish(e, rows, columns, result, out, out_stride, add)
 
     return tile_intrinsic(emit, vnni)
 
