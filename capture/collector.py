@@ -43,6 +43,8 @@ DISCOVER_S = 0.25
 LIVENESS_S = 0.5
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
+LAKE_RETRIES = 3  # inside one commit, about half a second; beyond that we wait and say so
+PASSING = ("locked", "disk I/O error", "disk is full", "No space left")
 STOP_PATIENCE_S = 10.0
 INLINED_ROWS = 100  # smaller inserts go into the catalog: a file each would cost more
 
@@ -340,17 +342,18 @@ class Collector:
         if self._connection is None:
             connection = open_lake(self._place, read_only=False)
             connection.execute(f"SET ducklake_default_data_inlining_row_limit = {INLINED_ROWS}")
+            connection.execute(f"SET ducklake_max_retry_count = {LAKE_RETRIES}")
             self._connection = connection
         return self._connection
 
     def _first_connect(self) -> None:
-        """Open the lake: a locked one is waited for, one that cannot be opened is an error."""
+        """Open the lake: a busy or full one is waited for, one that cannot be used is an error."""
 
         def attempt() -> LakeError | None:
             try:
                 self._lake()
             except LakeError as error:
-                if "locked" in str(error):
+                if any(reason in str(error) for reason in PASSING):
                     raise
                 return error
             return None

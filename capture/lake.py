@@ -1,8 +1,8 @@
 """Opening the trace lake: DuckDB with DuckLake, a SQLite or PostgreSQL catalog, Parquet files.
 
 Reading is safe from any number of processes while the collector writes. One DuckDB connection is
-not safe for several threads: give each its own `connection.cursor()`. Not for writing rows: that
-is `capture.ingest`; not for a user's SQL: that is `capture.query`.
+not safe for several threads: give each its own with `new_cursor`. Not for writing rows: that is
+`capture.ingest`; not for a user's SQL: that is `capture.query`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from capture.views import VIEWS, definitions_digest
 if TYPE_CHECKING:
     import duckdb
 
-BUSY_TIMEOUT_MS = 5000
+READER_BUSY_MS = 5000
+WRITER_BUSY_MS = 1000  # the collector waits by itself, and says so
 NAME = "lake"
 
 
@@ -82,6 +83,7 @@ def open_lake(
         if read_only:
             check_version(connection, place)
             return connection
+        _check_wal(connection, place)
         if not migrate(connection, place):
             return connection
     except BaseException:
@@ -90,6 +92,13 @@ def open_lake(
     # Inserting through the connection that has just set a lake's option crashes DuckLake 1.0.
     connection.close()
     return _attached(place, read_only, threads)
+
+
+def new_cursor(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
+    """A cursor for another thread; a plain `connection.cursor()` forgets the schema in use."""
+    cursor = connection.cursor()
+    cursor.execute(f"USE {NAME}")
+    return cursor
 
 
 def _attached(place: LakePlace, read_only: bool, threads: int | None) -> duckdb.DuckDBPyConnection:
@@ -139,8 +148,9 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
     import duckdb
 
     file = place.catalog_file
+    busy_ms = READER_BUSY_MS if read_only else WRITER_BUSY_MS
     if file is not None:
-        uri, options = f"ducklake:sqlite:{file}", [f"META_BUSY_TIMEOUT {BUSY_TIMEOUT_MS}"]
+        uri, options = f"ducklake:sqlite:{file}", [f"META_BUSY_TIMEOUT {busy_ms}"]
     else:
         url = place.catalog.replace("postgresql+psycopg://", "postgresql://")
         uri, options = f"ducklake:postgres:{url}", []
@@ -215,31 +225,53 @@ def migrate(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """DuckDB's message without its class prefix and its stack of details."""
-    line = str(error).strip().split("\n")[0]
-    return line.partition("Error: ")[2] or line
+    """What a DuckDB error says, without class, stack and query; of a failed commit the cause."""
+    lines = str(error).strip().split("\n")
+    line = lines[-1] if "Failed to commit" in lines[0] else lines[0]
+    line = line.partition("Error: ")[2] or line
+    return f"{line} (is the disk full?)" if line.endswith("disk I/O error") else line
 
 
 def _prepare_place(place: LakePlace) -> None:
+    """Make the directories, and a SQLite catalog in WAL mode: without it readers block writers.
+
+    Only a new catalog is touched. Closing a second handle on one that DuckDB has open in this
+    process would drop DuckDB's locks on it: POSIX locks belong to the process, not to the handle.
+    """
     file = place.catalog_file
     try:
         if "://" not in place.data:
             Path(place.data).mkdir(parents=True, exist_ok=True)
-        if file is None:
+        if file is None or file.exists():
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        catalog = sqlite3.connect(file, timeout=BUSY_TIMEOUT_MS / 1000)
+        catalog = sqlite3.connect(file, timeout=WRITER_BUSY_MS / 1000)
         try:
-            # Without WAL every reader blocks the collector; the mode stays in the file.
             (mode,) = catalog.execute("PRAGMA journal_mode=WAL").fetchone()
         finally:
             catalog.close()
     except sqlite3.Error as error:
-        raise LakeError(f"cannot open the lake's catalog {file}: {error}") from error
+        raise LakeError(f"cannot create the lake's catalog {file}: {error}") from error
     except OSError as error:
         raise LakeError(f"cannot create the lake in {place.data}: {error.strerror}") from error
     if mode != "wal":
         raise LakeError(f"the file system of {file} cannot hold a SQLite database in WAL mode")
+
+
+def _check_wal(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
+    """Refuse an attached SQLite catalog that somebody made without WAL."""
+    file = place.catalog_file
+    if file is None:
+        return
+    connection.execute("BEGIN")
+    connection.execute("SHOW TABLES").fetchall()  # the file is open only while it is in use
+    wal = file.with_name(f"{file.name}-wal").exists()
+    connection.execute("COMMIT")
+    if not wal:
+        raise LakeError(
+            f"the catalog {file} is not in WAL mode, so its readers would block the collector: "
+            f"with nothing using it, run  sqlite3 {file} 'PRAGMA journal_mode=WAL'"
+        )
 
 
 def missing(place: LakePlace) -> str:

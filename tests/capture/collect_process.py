@@ -1,0 +1,69 @@
+"""Collectors in processes of their own, for tests that stop or kill them.
+
+`python -m tests.capture.collect_process HOME RING_DIR` runs one until SIGTERM; with a number
+after it that many are started one after the other and killed at random moments (forked, so that
+they need not be imported each time). They commit far more often than the real one, so that a kill
+at any time falls near a commit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from capture import collector
+from capture.lake import LakePlace
+
+
+def collect(home: Path, ring_dir: Path, ready: int) -> None:
+    collector.COMMIT_S, collector.COMMIT_TOKENS = 0.02, 3000
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    told: list[int] = []
+
+    def tell(_: collector.Status) -> None:
+        if not told:
+            told.append(os.write(ready, b"ready\n"))
+
+    collector.Collector(
+        LakePlace(str(home / "catalog.sqlite"), str(home / "data")),
+        ring_dir=ring_dir,
+        crash_dir=home / "crashes",
+        stop=stop,
+        on_status=tell,
+    ).run()
+
+
+def collect_and_die(home: Path, ring_dir: Path, times: int) -> None:
+    import duckdb  # noqa: F401  imported once, before the forks
+    import pyarrow  # noqa: F401
+
+    chance = random.Random(11)
+    for _ in range(times):
+        ready, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                collect(home, ring_dir, writing)
+            finally:
+                os._exit(1)
+        os.close(writing)
+        if os.read(ready, 6) != b"ready\n":
+            sys.exit("a collector died by itself")
+        time.sleep(chance.random() * 0.25)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+
+
+if __name__ == "__main__":
+    directories = Path(sys.argv[1]), Path(sys.argv[2])
+    if len(sys.argv) > 3:
+        collect_and_die(*directories, int(sys.argv[3]))
+    else:
+        collect(*directories, sys.stdout.fileno())
