@@ -155,7 +155,7 @@ def class_results(found: Sequence[Resolved], policy: GatePolicy) -> tuple[ClassR
 
 
 def latency(ratios: Sequence[LatencyRatio], policy: GatePolicy) -> list[Criterion]:
-    """Medians of TTFT and ITL, new over old; empty when the policy does not bound them."""
+    """Medians of TTFT and TPOT, new over old; empty when the policy does not bound them."""
     limit = policy.max_latency_ratio
     if limit is None:
         return []
@@ -172,14 +172,19 @@ def percent(share: float) -> str:
 
 
 def _latency(found: LatencyRatio, limit: float, bound: str) -> Criterion:
-    slow = found.ratio > limit
-    aside = f"A/A differs by {found.noise:.2f} x"
+    if found.ratio <= limit:
+        outcome, explanation = Outcome.PASS, found.verdict
+    elif found.verdict == "slower":
+        outcome, explanation = Outcome.FAIL, "the new build is slower than A/A noise explains"
+    else:
+        outcome = Outcome.INSUFFICIENT
+        explanation = f"{found.verdict} beyond A/A noise: replay more, on a quieter machine"
     return Criterion(
-        f"median {found.metric.upper()}",
-        Outcome.FAIL if slow else Outcome.PASS,
+        f"median {found.metric.removesuffix('_ms').upper()}",
+        outcome,
         f"{found.ratio:.2f} x ({found.old_ms:.3g} -> {found.new_ms:.3g} ms)",
         bound,
-        f"the new build is slower; {aside}" if slow else aside,
+        explanation,
     )
 
 

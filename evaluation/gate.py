@@ -17,7 +17,13 @@ from sqlalchemy.orm import Session
 from evaluation import criteria
 from evaluation.criteria import ClassResult, Criterion, Outcome
 from evaluation.gate_policy import GatePolicy
-from evaluation.judgements import ExpertQuality, agreement, expert_quality, judgements
+from evaluation.judgements import (
+    ExpertQuality,
+    agreement,
+    expert_quality,
+    judgements,
+    noisy_changes,
+)
 from evaluation.latency import LatencyRatio, latency_ratios
 from evaluation.models import Decision
 from evaluation.tally import Tally, resolve, tally
@@ -30,7 +36,8 @@ SEVERITY = (Outcome.INVALID, Outcome.FAIL, Outcome.INSUFFICIENT, Outcome.PASS)
 
 @dataclass(frozen=True)
 class GateReport:
-    """Everything the gate looked at and decided. `kinds` counts A/B pairs by what differs."""
+    """Everything the gate looked at and decided. `kinds` counts A/B pairs by what differs first;
+    `noisy` of them are not judged because the old build does not repeat itself there either."""
 
     run_id: int
     old_build: str
@@ -43,6 +50,7 @@ class GateReport:
     classes: tuple[ClassResult, ...]
     tally: Tally
     kinds: dict[str, int]
+    noisy: int
     experts: tuple[ExpertQuality, ...]
     agreement: float | None
     disputes: tuple[int, ...]
@@ -65,7 +73,7 @@ def evaluate(session: Session, run: Run, policy: GatePolicy) -> GateReport:
     classes = criteria.class_results(found, policy)
     kinds = _kinds(session, run, "change")
     noise = _kinds(session, run, "noise")
-    latency = latency_ratios(session, run)
+    latency = latency_ratios(run)
     checks = (
         criteria.run_validity(run),
         criteria.noise(sum(noise.values()) - noise.get("same", 0), sum(noise.values()), policy),
@@ -86,6 +94,7 @@ def evaluate(session: Session, run: Run, policy: GatePolicy) -> GateReport:
         classes=classes,
         tally=counts,
         kinds=kinds,
+        noisy=noisy_changes(session, run),
         experts=tuple(expert_quality(session, run)),
         agreement=agreement(judgements(session, run)),
         disputes=tuple(entry.diff_id for entry in found if entry.disputed),

@@ -27,7 +27,7 @@ class GatePolicy(BaseModel):
     min_labels: int = Field(default=30, ge=1, description="diffs with a verdict")
     min_experts: int = Field(default=1, ge=1, description="votes before a diff has a verdict")
     max_latency_ratio: float | None = Field(
-        default=1.2, gt=0, description="new / old median of TTFT and of ITL"
+        default=1.2, gt=0, description="new / old median of TTFT and of TPOT"
     )
     max_noise: float = Field(
         default=0.1, ge=0, le=1, description="share of A/A pairs that may differ in a valid run"

@@ -1,6 +1,7 @@
 """What the labels of a run amount to: one verdict per diff, and how far experts can be trusted.
 
-Read-only. Only diffs that a person can see are judged: answers whose text (or failure) differs.
+Read-only. Judged are changes that a person can see, answers whose text (or failure) differs, of
+requests that the old build answers the same way twice: what A/A shows too is no change.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from evaluation.agreement import krippendorff_alpha
@@ -85,28 +86,26 @@ def judgements(session: Session, run: Run, basis: Basis = "expert") -> list[Judg
     random sample of the run's and a rate over them is not biased by who stopped when.
     """
     votes = _votes(session, run, basis)
-    rows = session.execute(select(Diff.id, Diff.class_key).where(*judgeable(run, "change")))
+    rows = session.execute(select(Diff.id, Diff.class_key).where(*judgeable(run)))
     found = [Judgement(diff_id, key, tuple(votes.get(diff_id, ()))) for diff_id, key in rows]
     return sorted(found, key=lambda judgement: shuffle_key(run, judgement.diff_id))
 
 
-def judgeable(run: Run, pair: Literal["change", "noise"]) -> tuple[ColumnElement[bool], ...]:
-    """Conditions for `select(Diff...)`: the run's diffs of that pair that a reader can see."""
-    left, right = aliased(ReplayedRequest), aliased(ReplayedRequest)
-    visible = (
-        select(1)
-        .select_from(left)
-        .join(right, right.id == Diff.right_id)
-        .where(
-            left.id == Diff.left_id,
-            or_(
-                left.output_text.is_distinct_from(right.output_text),
-                left.error.is_distinct_from(right.error),
-            ),
-        )
-        .exists()
-    )
-    return Diff.run_id == run.id, Diff.pair == pair, Diff.kind != "same", visible
+def judgeable(run: Run) -> tuple[ColumnElement[bool], ...]:
+    """Conditions for `select(Diff...)`: the run's changes that can be judged."""
+    return *_differing(run, "change"), ~_repeat_differs(run)
+
+
+def visible_noise(run: Run) -> tuple[ColumnElement[bool], ...]:
+    """Conditions for `select(Diff...)`: the run's A/A pairs that a reader can tell apart."""
+    return _differing(run, "noise")
+
+
+def noisy_changes(session: Session, run: Run) -> int:
+    """Changes that are not judged because the old build differs from itself there too."""
+    count = select(func.count()).select_from(Diff)
+    found = session.scalar(count.where(*_differing(run, "change"), _repeat_differs(run)))
+    return found or 0
 
 
 def shuffle_key(run: Run, diff_id: int) -> bytes:
@@ -178,6 +177,35 @@ def export(session: Session, run: Run) -> Iterator[dict[str, Any]]:
     )
     for label, expert, diff in machine:
         yield _record(expert, diff, label, None)
+
+
+def _differing(run: Run, pair: Literal["change", "noise"]) -> tuple[ColumnElement[bool], ...]:
+    left, right = aliased(ReplayedRequest), aliased(ReplayedRequest)
+    visible = (
+        select(1)
+        .select_from(left)
+        .join(right, right.id == Diff.right_id)
+        .where(
+            left.id == Diff.left_id,
+            or_(
+                left.output_text.is_distinct_from(right.output_text),
+                left.error.is_distinct_from(right.error),
+            ),
+        )
+        .exists()
+    )
+    return Diff.run_id == run.id, Diff.pair == pair, Diff.kind != "same", visible
+
+
+def _repeat_differs(run: Run) -> ColumnElement[bool]:
+    noise = aliased(Diff)
+    repeat = select(1).where(
+        noise.run_id == run.id,
+        noise.pair == "noise",
+        noise.request_id == Diff.request_id,
+        noise.kind != "same",
+    )
+    return repeat.exists()
 
 
 def _record(

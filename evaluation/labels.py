@@ -17,7 +17,14 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
 from evaluation.errors import LabelError
-from evaluation.judgements import PANEL, Judgement, find_run, judgeable, judgements, shuffle_key
+from evaluation.judgements import (
+    PANEL,
+    Judgement,
+    find_run,
+    judgements,
+    shuffle_key,
+    visible_noise,
+)
 from evaluation.models import Expert, Label, Presentation
 from evaluation.pairs import Pair, pair_of
 from replay.database import now
@@ -285,7 +292,7 @@ def _candidates(found: list[Judgement], seen: set[int]) -> list[int]:
 
 def _hidden_check(session: Session, run: Run, seen: set[int]) -> Diff | None:
     """An A/A pair this expert has not seen: one that differs if there is any."""
-    differing = session.scalars(select(Diff.id).where(*judgeable(run, "noise"))).all()
+    differing = session.scalars(select(Diff.id).where(*visible_noise(run))).all()
     every = session.scalars(
         select(Diff.id)
         .join(ReplayedRequest, ReplayedRequest.id == Diff.left_id)

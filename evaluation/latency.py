@@ -1,45 +1,36 @@
-"""How much slower or faster the new build answered in a run, next to the A/A difference."""
+"""How much slower or faster the new build answered, as the replay measured it.
+
+The replay pairs requests across its passes (`replay.summary`); here its figures become ratios.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from sqlalchemy import select
-from sqlalchemy.orm import Session
+from replay.models import Run
 
-from replay.models import ReplayedRequest, Run
+METRICS = ("ttft_ms", "tpot_ms")
 
 
 @dataclass(frozen=True)
 class LatencyRatio:
-    """Medians of one metric in milliseconds, `ratio` = new / old and `noise` = old again / old."""
+    """Medians of one metric in milliseconds and `ratio` = new / old. `verdict` is the replay's:
+    slower or faster only when the change is larger than the A/A difference."""
 
     metric: str
     old_ms: float
     new_ms: float
     ratio: float
-    noise: float
+    verdict: str
 
 
-def latency_ratios(session: Session, run: Run) -> tuple[LatencyRatio, ...]:
-    """TTFT and ITL of the answered requests. A metric that an arm lacks is left out."""
-    values: dict[tuple[str, str], list[float]] = {}
-    rows = session.execute(
-        select(ReplayedRequest.arm, ReplayedRequest.ttft_ms, ReplayedRequest.itl_ms).where(
-            ReplayedRequest.run_id == run.id, ReplayedRequest.error.is_(None)
-        )
-    )
-    for arm, ttft_ms, itl_ms in rows:
-        if ttft_ms is not None:
-            values.setdefault((arm, "ttft"), []).append(ttft_ms)
-        values.setdefault((arm, "itl"), []).extend(itl_ms or ())
+def latency_ratios(run: Run) -> tuple[LatencyRatio, ...]:
+    """TTFT and TPOT from the run's summary. A metric that was not measured is left out."""
     found = []
-    for metric in ("ttft", "itl"):
-        arms = [values.get((arm, metric), []) for arm in ("old_a", "old_b", "new")]
-        if all(arms):
-            first, again, new = (float(np.median(arm)) for arm in arms)
-            old = float(np.median(arms[0] + arms[1]))
-            if first > 0 and old > 0:
-                found.append(LatencyRatio(metric, old, new, new / old, again / first))
+    for entry in run.summary.get("latency", ()):
+        if entry["metric"] in METRICS and entry["old"] > 0:
+            ratio = entry["new"] / entry["old"]
+            found.append(
+                LatencyRatio(entry["metric"], entry["old"], entry["new"], ratio, entry["verdict"])
+            )
     return tuple(found)

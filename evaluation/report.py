@@ -49,6 +49,10 @@ def render_markdown(report: GateReport) -> str:
         f"{counts.diffs} answers changed visibly; {counts.judged} are judged: {counts.harm} harm, "
         f"{counts.neutral} neutral, {counts.benefit} benefit, {counts.disputed} disputed.",
     ]
+    if report.noisy:
+        lines.append(
+            f"{report.noisy} more requests differ, but there the old build differs from itself too."
+        )
     if counts.machine:
         lines.append(f"**{counts.machine} of these verdicts are a machine's, not an expert's.**")
     if report.agreement is not None:

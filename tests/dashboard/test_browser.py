@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is no
 @pytest.fixture
 def sessions(tmp_path: Path) -> sessionmaker[Session]:
     found = fresh_sessions(tmp_path)
-    run_id = add_run(found, classes=[CLASS] * 6, noisy=2)
+    run_id = add_run(found, classes=[CLASS] * 6, unchanged=2, noisy=2)
     label(found, run_id, [-1] * 6, expert="machine:ref", kind="machine")
     return found
 

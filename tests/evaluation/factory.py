@@ -34,9 +34,11 @@ def add_run(
     reason: str | None = None,
     slower: float = 1.0,
 ) -> int:
-    """A run with one changed request per entry of `classes`, `unchanged` requests more, and
-    `noisy` A/A pairs that differ; the new build takes `slower` times as long. Returns its
-    number."""
+    """A run with one changed request per entry of `classes` and `unchanged` requests more.
+
+    The last `noisy` A/A pairs differ; the new build takes `slower` times as long. Returns its
+    number.
+    """
     with sessions() as session:
         run = Run(
             old_build=_build(session, OLD_NAME),
@@ -45,6 +47,7 @@ def add_run(
             traffic_digest="d" * 64,
             status=status,
             reason=reason,
+            summary={"latency": [_latency("ttft_ms", slower), _latency("tpot_ms", slower)]},
         )
         session.add(run)
         for index, class_key in enumerate([*classes, *[CLASS] * unchanged]):
@@ -54,8 +57,7 @@ def add_run(
                 index,
                 class_key,
                 changed=index < len(classes),
-                noisy=index < noisy,
-                slower=slower,
+                noisy=index >= len(classes) + unchanged - noisy,
             )
         session.commit()
         return run.id
@@ -84,6 +86,11 @@ def label(
         session.commit()
 
 
+def _latency(metric: str, slower: float) -> dict[str, object]:
+    verdict = "slower" if slower > 1 else "no change shown"
+    return {"metric": metric, "old": 50.0, "new": 50.0 * slower, "verdict": verdict}
+
+
 def _build(session: Session, name: str) -> Build:
     found = session.query(Build).filter_by(name=name).one_or_none()
     if found is None:
@@ -93,14 +100,7 @@ def _build(session: Session, name: str) -> Build:
 
 
 def _add_request(
-    session: Session,
-    run: Run,
-    index: int,
-    class_key: str,
-    *,
-    changed: bool,
-    noisy: bool,
-    slower: float,
+    session: Session, run: Run, index: int, class_key: str, *, changed: bool, noisy: bool
 ) -> None:
     texts = {
         "old_a": f"Answer {index} is forty-two.",
@@ -118,8 +118,6 @@ def _add_request(
             finish_reason="stop",
             scheduled_ms=0.0,
             sent_ms=0.0,
-            ttft_ms=50.0 * (slower if arm == "new" else 1.0),
-            itl_ms=[10.0 * (slower if arm == "new" else 1.0)] * 3,
         )
         for arm, text in texts.items()
     }

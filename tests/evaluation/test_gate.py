@@ -117,8 +117,37 @@ def test_latency_regressions_fail(sessions: sessionmaker, slower: float, outcome
     label(sessions, run_id, [0] * 60)
     report = decide(sessions)
     assert report.outcome is outcome
-    assert why(report, "median TTFT")[0] is why(report, "median ITL")[0] is outcome
+    assert why(report, "median TTFT")[0] is why(report, "median TPOT")[0] is outcome
     assert decide(sessions, GatePolicy(max_latency_ratio=None)).outcome is Outcome.PASS
+
+
+def test_a_slowdown_within_the_noise_is_not_a_failure_but_no_pass(sessions: sessionmaker) -> None:
+    run_id = add_run(sessions, classes=[CLASS] * 60)
+    label(sessions, run_id, [0] * 60)
+    with sessions() as session:
+        run = find_run(session)
+        entry = {"metric": "ttft_ms", "old": 50.0, "new": 90.0, "verdict": "no change shown"}
+        run.summary = {"latency": [entry]}
+        session.commit()
+    outcome, explanation = why(decide(sessions), "median TTFT")
+    assert outcome is Outcome.INSUFFICIENT
+    assert "no change shown beyond A/A noise" in explanation
+
+
+def test_unmeasured_latency_is_missing_evidence(sessions: sessionmaker) -> None:
+    run_id = add_run(sessions, classes=[CLASS] * 60)
+    label(sessions, run_id, [0] * 60)
+    with sessions() as session:
+        find_run(session).summary = {}
+        session.commit()
+    assert why(decide(sessions), "latency")[0] is Outcome.INSUFFICIENT
+
+
+def test_what_the_old_build_does_not_repeat_is_no_change(sessions: sessionmaker) -> None:
+    add_run(sessions, classes=[CLASS] * 40, noisy=3)
+    report = decide(sessions)
+    assert (report.tally.diffs, report.noisy) == (37, 3)
+    assert "3 more requests differ" in render_markdown(report)
 
 
 def test_machine_labels_do_not_count_unless_the_policy_says_so(sessions: sessionmaker) -> None:

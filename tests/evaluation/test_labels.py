@@ -98,7 +98,7 @@ def test_each_block_shows_the_new_build_on_both_sides_equally_often(sessions: Se
 
 
 def test_one_hidden_check_per_block_and_false_alarms_are_counted(sessions: Sessions) -> None:
-    run_id = add_run(sessions, classes=[CLASS] * 28, noisy=10)
+    run_id = add_run(sessions, classes=[CLASS] * 28, unchanged=10, noisy=10)
     judge_all(queue(sessions, "ann"), "left")
     judge_all(queue(sessions, "bob"), "same")
     pairs = [pair for pair, _ in shown(sessions)][: 4 * CHECK_BLOCK]
