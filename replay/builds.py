@@ -270,13 +270,16 @@ def _find_program(
 ) -> str:
     """The program's path: from PATH, else from beside this Python (a venv that is not active)."""
     if "/" in program:
-        return program if program.startswith("/") else str((workdir or Path.cwd()) / program)
-    beside = Path(sys.executable).parent / program
-    found = shutil.which(program, path=environment.get("PATH")) or (
-        str(beside) if beside.exists() else None
-    )
+        path = (workdir or Path.cwd()) / program
+        found = str(path) if path.exists() else None
+    else:
+        beside = Path(sys.executable).parent / program
+        found = shutil.which(program, path=environment.get("PATH")) or (
+            str(beside) if beside.exists() else None
+        )
     if found is None:
-        raise BuildError(f"build {build}: there is no program {program!r} on the PATH")
+        where = "" if "/" in program else " on the PATH"
+        raise BuildError(f"build {build}: there is no program {program!r}{where}")
     return found
 
 
