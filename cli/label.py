@@ -115,6 +115,41 @@ def show(run: Run = None) -> None:
 
 
 @label_app.command()
+def prelabel(
+    referee: Annotated[
+        Path, typer.Option(help="TOML file of the build that scores both answers (float32)")
+    ],
+    run: Run = None,
+) -> None:
+    """Label all changes by likelihood under a referee build, as a machine, not as an expert.
+
+    Example: inferloop label prelabel 3 --referee float32.toml
+    """
+    from capture.settings import Settings
+    from cli.database import open_database
+    from cli.progress import progress_bars
+    from evaluation.prelabel import prelabel as score
+    from replay.builds import load_build
+
+    spec = load_build(referee)
+    with progress_bars() as report:
+        found = score(
+            open_database(),
+            spec,
+            run_id=run,
+            log=Settings().runs / "referee.log",
+            progress=report,
+        )
+    typer.echo(
+        f"machine labels by {found.expert}: {found.harm} harm, {found.neutral} neutral, "
+        f"{found.benefit} benefit, {found.unscored} not scored; neutral within "
+        f"{found.threshold:.3f} nats a token"
+    )
+    if found.reason is not None:
+        typer.echo(f"why some were not scored: {found.reason}", err=True)
+
+
+@label_app.command()
 def export(
     run: Run = None,
     output: Annotated[Path | None, typer.Option(help="file to write; default: print")] = None,
