@@ -166,7 +166,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
     """SIGTERM ends the replay as Ctrl-C does: builds stopped, the run marked as aborted."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
     finally:

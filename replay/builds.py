@@ -61,6 +61,8 @@ class BuildSpec(BaseModel):
             raise ValueError("give either command or endpoint")
         if self.command is not None and "{port}" not in self.command:
             raise ValueError("command has no {port}: the replay chooses where the build listens")
+        if self.command is not None:
+            shlex.split(self.command)
         if self.endpoint is not None and (self.env or self.worktree or self.workdir):
             raise ValueError("env, workdir and worktree only go with a command")
         return self

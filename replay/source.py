@@ -20,6 +20,9 @@ from pydantic import ValidationError
 from capture.traffic import SCHEMA, Sampling, TrafficRecord
 from replay.errors import TrafficError
 
+CLIENT_GONE = 499
+"""Status of a request whose client left: nothing was wrong with it, so it is replayed in full."""
+
 CLOCK_TOLERANCE_S = 60.0
 """A monotonic clock that leaves the wall clock by more belongs to another process or boot."""
 
@@ -107,7 +110,7 @@ def parse_record(line: bytes) -> TrafficRecord:
 
 def unreplayable(record: TrafficRecord) -> str | None:
     """Why a record cannot be replayed; None when it can."""
-    if record.status >= 400 or record.error_type is not None:
+    if record.status >= 400 and record.status != CLIENT_GONE:
         return "failed"
     if record.truncated:
         return "truncated"

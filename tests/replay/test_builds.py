@@ -49,6 +49,7 @@ def start(spec: BuildSpec, tmp_path: Path) -> RunningBuild:
         ("[build]\ncommand = 's {port}'\nhealth_timeout_s = -1", r"build\.health_timeout_s: "),
         ("[build]\ncommand = 's {port}'\nenv = {A = 1}", r"build\.env\.A: "),
         ("[build]\ncommand = 's {port}'\ncomand = 'x'", r"build\.comand: "),
+        ("[build]\ncommand = 'serve \"a {port}'", "build: No closing quotation"),
         ("[builds]\n", "unknown key builds"),
         ("", r"no table \[build\]"),
         ("[build", "is not TOML"),

@@ -50,7 +50,7 @@ def test_what_cannot_be_replayed_is_counted_by_reason(tmp_path: Path) -> None:
             arrived(3, 0, 0) | {"truncated": True},
             arrived(4, 0, 0) | {"messages": None, "prompt_token_ids": None},
             arrived(5, 0, 0) | {"dropped": "redaction failed"},
-            arrived(6, 0, 0) | {"finish_reason": "abort"},
+            arrived(6, 0, 0) | {"status": 499, "error_type": "cancelled"},
         )
     )
     found = read_traffic(path)
