@@ -127,7 +127,7 @@ class Scheduler:
         evictions = self.pool.evictions
         self._grow(step)
         room = self.limits.token_budget - len(self.decoding)
-        if self.waiting and not step.preempted:
+        if self.waiting:
             self._admit(step, room, now_ns)
         step.decodes = list(self.decoding.values())
         if self.prefilling:

@@ -107,7 +107,8 @@ def test_cold_warm_and_after_abort_give_the_same_tokens(start: Start, length: in
 def test_many_requests_on_too_little_memory_are_preempted_and_still_right(
     start: Start, writer: RecordingWriter
 ) -> None:
-    engine = start(FakeRunner(num_blocks=12, block_size=4), queue_limits=QueueLimits(100, 10**6))
+    limits = Limits(max_running=3, token_budget=64)
+    engine = start(FakeRunner(num_blocks=12, block_size=4), limits=limits)
     requests = [make([i + 1] * (3 + i % 9), 24, priority=i % 3) for i in range(30)]
     handles = [engine.submit(request) for request in requests]
     for request, handle in zip(requests, handles, strict=True):

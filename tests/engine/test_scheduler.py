@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
@@ -141,11 +142,11 @@ def test_short_prompt_overtakes_a_long_one_that_is_being_prefilled() -> None:
 def test_long_prefill_progresses_under_a_flood_of_short_ones() -> None:
     sim = Simulation(blocks=400, token_budget=64, max_running=8)
     long = sim.add(800, 4)
-    for _ in range(200):
-        sim.add(30, 2)
+    sim.step()
+    for _ in range(100):
+        sim.add(60, 2)
+        sim.add(60, 2)
         sim.step()
-        if long.output_len:
-            break
     assert long.output_len > 0
 
 
@@ -249,11 +250,52 @@ def test_low_requests_progress_under_an_endless_stream_of_high_ones() -> None:
     assert max(request.preemptions for request in low) <= MAX_PREEMPTIONS
 
 
+def test_request_displaced_twice_is_left_alone() -> None:
+    sim = Simulation(max_running=1)
+    low = sim.add(5, 60, priority=10)
+    for _ in range(5):
+        sim.until(lambda: low.state is State.DECODE)
+        high = sim.add(5, 3, priority=90)
+        for _ in range(3):
+            sim.step()
+    assert low.preemptions == MAX_PREEMPTIONS
+    assert low.state is State.DECODE
+    assert high.state is State.WAITING
+
+
+def test_large_request_gets_room_though_small_ones_keep_coming() -> None:
+    sim = Simulation(blocks=16, block_size=4, max_running=8, token_budget=64)
+    answers = cycle([3, 9, 5, 12, 7, 4])
+    for _ in range(8):
+        sim.add(4, next(answers), priority=50)
+    sim.step()
+    large = sim.add(40, 4, priority=0)
+    sim.now_ns += AGING_NS
+    for _ in range(60):
+        while len(sim.scheduler.waiting) < 4:
+            sim.add(4, next(answers), priority=50)
+        sim.step()
+    assert large.state is State.FINISHED
+
+
+def test_high_priority_displaces_even_while_room_is_kept_for_an_aged_request() -> None:
+    sim = Simulation(blocks=16, block_size=4, max_running=4, token_budget=64)
+    low = [sim.add(4, 20, priority=10) for _ in range(4)]
+    sim.until(lambda: all(r.state is State.DECODE for r in low))
+    aged = sim.add(40, 4, priority=0)
+    sim.now_ns += AGING_NS
+    sim.step()
+    assert aged.state is State.WAITING
+    high = sim.add(4, 4, priority=90)
+    sim.step()
+    assert high.output_len == 1
+
+
 def test_wait_is_bounded_by_the_number_of_older_requests() -> None:
     sim = Simulation(max_running=1)
     low = [sim.add(5, 4, priority=0) for _ in range(3)]
     admissions_after_aging = 0
-    while any(not r.admission >= 0 for r in low):
+    while any(r.admission < 0 for r in low):
         while len(sim.scheduler.waiting) < 8:
             sim.add(5, 4, priority=100)
         step = sim.step()
@@ -303,14 +345,15 @@ def test_tenants_share_by_tokens_whatever_they_queue() -> None:
     assert first["modest"] >= 17
 
 
-def test_tenant_with_larger_requests_gets_fewer_of_them() -> None:
+@pytest.mark.parametrize(("prompt", "answer"), [(300, 10), (10, 150)])
+def test_tenant_with_larger_requests_gets_fewer_of_them(prompt: int, answer: int) -> None:
     sim = Simulation(blocks=600, max_running=2, token_budget=128)
     for _ in range(100):
-        sim.add(300, 10, tenant="large")
+        sim.add(prompt, answer, tenant="large")
         sim.add(10, 10, tenant="small")
     sim.until(lambda: len(sim.order) >= 60)
-    served = {name: tenant.served for name, tenant in sim.scheduler.waiting.tenants.items()}
-    assert served["large"] / served["small"] < 1.6
+    admitted = Counter(request.tenant for request in sim.order)
+    assert admitted["small"] > 5 * admitted["large"]
 
 
 def test_idle_tenant_earns_no_credit() -> None:
@@ -341,15 +384,12 @@ def test_out_of_blocks_preempts_the_least_important_and_newest() -> None:
     assert finished([old, new, high])
 
 
-def test_step_that_preempts_admits_nobody_and_there_is_no_ping_pong() -> None:
-    sim = Simulation(blocks=12, block_size=4, max_running=4, token_budget=64)
-    requests = [sim.add(6, 30) for _ in range(8)]
-    steps = sim.run()
-    for step in sim.steps:
-        assert not (step.preempted and step.admitted)
+def test_preemptions_are_few_where_memory_is_short() -> None:
+    sim = Simulation(blocks=24, block_size=4, max_running=6, token_budget=64)
+    requests = [sim.add(6, 40) for _ in range(12)]
+    sim.run()
     assert finished(requests)
-    assert steps < 8 * 45
-    assert max(r.preemptions for r in requests) < 12
+    assert 0 < sum(r.preemptions for r in requests) < 18
 
 
 def test_resumed_long_prefill_is_not_preempted_again_and_again() -> None:
