@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from capture.settings import Settings
+    from engine.metrics import EngineMetrics
     from engine.runner import LoadedModel
     from engine.tracer import StepTracer
 
@@ -148,14 +149,15 @@ def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[F
     name = options.served_model_name or str(loaded.info["name"])
     components = _components(loaded, options)
     info = {"fingerprint": digest_of(components), "model": name, **components}
-    on_request_end, is_mirrored = _mirror(options, settings, cleanup)
+    metrics = EngineMetrics(name)
+    on_request_end, is_mirrored = _mirror(options, settings, metrics, cleanup)
     application = create_app(
         Engine(
             loaded.runner,
             loaded.tokenizer,
             limits=limits,
             queue_limits=queue_limits,
-            metrics=EngineMetrics(name),
+            metrics=metrics,
             tracer=_tracer(settings, info, cleanup) if options.trace else None,
             policy_path=options.policy or settings.policy_file,
         ),
@@ -204,7 +206,7 @@ def _tracer(settings: Settings, info: dict[str, Any], cleanup: ExitStack) -> Ste
 
 
 def _mirror(
-    options: _Options, settings: Settings, cleanup: ExitStack
+    options: _Options, settings: Settings, metrics: EngineMetrics, cleanup: ExitStack
 ) -> tuple[Callable[[dict[str, Any]], None] | None, Callable[[str], bool] | None]:
     """Where finished requests go, and which conversations will be kept; None without a mirror."""
     from capture.mirror import Mirror, is_sampled, load_key
@@ -216,6 +218,13 @@ def _mirror(
     key = load_key(settings.home, configured.get_secret_value() if configured else None)
     mirror = Mirror(settings.traffic, share=share, key=key)
     cleanup.callback(mirror.close)
+    for text, read in (
+        ("written", lambda: mirror.counters.written),
+        ("skipped", lambda: sum(mirror.counters.skipped.values())),
+        ("queued", lambda: mirror.counters.queued),
+        ("dropped", lambda: mirror.counters.dropped),
+    ):
+        metrics.watch(f"mirror_records_{text}", f"Traffic records {text} by the mirror.", read)
     return mirror.offer, lambda conversation: is_sampled(conversation, share, key)
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from engine.errors import EngineError, QueueFull
+from engine.errors import EngineError, QueueFull, RequestError
 from engine.request import Request
 
 MAX_RETRY_AFTER_S = 60
@@ -30,6 +30,17 @@ class QueueLimits:
             raise EngineError(
                 f"a queue of {self.requests} requests and {self.prompt_tokens} prompt tokens "
                 "would refuse everything: both must be at least 1"
+            )
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    """Raises `RequestError` for an empty prompt and for ids that the model does not have."""
+    if not request.tokens:
+        raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+    for token in (min(request.tokens), max(request.tokens)):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token id {token} is not within 0..{vocab_size - 1}", param="prompt"
             )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.admission import Admission, QueueLimits
+from engine.admission import Admission, QueueLimits, check_tokens
 from engine.batch import Runner, StepBatch, StepResult
 from engine.batching import build_batch
 from engine.blocks import BlockPool
@@ -109,6 +109,11 @@ class Engine:
         return self._stop_at is not None
 
     @property
+    def trace_failure(self) -> str | None:
+        """Why tracing has stopped; None while it works or when it was never on."""
+        return None if self._tracer is None else self._tracer.failure
+
+    @property
     def step_seconds(self) -> float:
         """How long the step now running has been running; 0 between steps."""
         started = self._step_started
@@ -136,24 +141,14 @@ class Engine:
         that the model does not have.
         """
         try:
-            self._check(request)
+            check_tokens(request, self.tokenizer.vocab_size)
+            self.scheduler.check_fits(request)
             return self._enqueue(request)
         except RequestError as error:
             request.slot = -1
             self.metrics.rejected(error.code or "invalid_request")
             self._inbox.put(partial(self._event, "rejected", str(error), request))
             raise
-
-    def _check(self, request: Request) -> None:
-        if not request.tokens:
-            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-        highest, lowest = max(request.tokens), min(request.tokens)
-        if lowest < 0 or highest >= self.tokenizer.vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise RequestError(
-                f"token id {bad} is not within 0..{self.tokenizer.vocab_size - 1}", param="prompt"
-            )
-        self.scheduler.check_fits(request)
 
     def _enqueue(self, request: Request) -> RequestHandle:
         loop = None

@@ -92,8 +92,7 @@ class EngineMetrics:
             ("num_requests_waiting", "Requests waiting to be admitted.", waiting),
             ("kv_cache_usage_perc", "Share of the KV cache held by requests, 0..1.", kv_usage),
         ):
-            gauge = self._gauge(name, text)
-            gauge.set_function(value)
+            self.watch(name, text, value)
         config = Gauge(
             "inferloop:cache_config_info",
             "The KV cache, as labels.",
@@ -101,6 +100,10 @@ class EngineMetrics:
             registry=self.registry,
         )
         config.labels(**self._labels, block_size=block_size, num_blocks=num_blocks).set(1)
+
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Publish a figure that another part keeps, read when scraped."""
+        self._gauge(name, text).set_function(read)
 
     def step(self, *, tokens: int, generated: int, latencies_s: np.ndarray) -> None:
         """A step: tokens computed, tokens generated, and the gaps before the generated ones that

@@ -132,6 +132,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         body = {
             "status": status,
             "reason": engine.failure,
+            "trace_failure": engine.trace_failure,
             "running": engine.scheduler.running,
             "waiting": len(engine.scheduler.waiting),
             "kv_blocks_used": engine.pool.used,

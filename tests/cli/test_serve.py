@@ -66,6 +66,8 @@ def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -
         answer = httpx.post(f"{url}/v1/completions", json=request, trust_env=False, timeout=60)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] <= 5
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        assert "inferloop:mirror_records_skipped" in metrics
         rings = list((tmp_path / "rings").glob("*.ring"))
         assert len(rings) == 1
         build = httpx.get(f"{url}/inferloop/build", trust_env=False).json()

@@ -58,3 +58,12 @@ def test_seat_taken_over_shows_nothing_of_its_last_owner() -> None:
     assert build_batch(step, seats, seats.update(step), SIZE).block_tables.tolist() == [[5]]
     assert seats.tables[0].tolist() == [5, -1, -1, -1]
     assert not seats.started[0]
+
+
+def test_request_preempted_after_it_was_given_a_block_disturbs_no_seat() -> None:
+    seats = Seats(max_running=2, max_blocks=4)
+    stays = request(1, 6, 5, [3, 2])
+    gone = request(-1, 6, 0, [])
+    step = Step(decodes=[stays], grown=[stays, gone])
+    seats.update(step)
+    assert seats.tables[1].tolist() == [3, 2, -1, -1]
