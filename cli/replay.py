@@ -123,7 +123,8 @@ def _show_run(run_id: int | None, *, diff: int | None, diffs: int) -> None:
             raise RunError(f"run {run.id} has {len(changed)} diffs: there is no diff {diff}")
         if diff is None and diffs == 0:
             console.print(run_view(run, changed))
-            _print_next(run.id, len(changed))
+            if run.status == "valid":
+                _print_next(run.id, len(changed))
             return
         wanted = range(1, min(diffs, len(changed)) + 1) if diff is None else [diff]
         for number in wanted:
@@ -165,9 +166,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the replay as Ctrl-C does: builds stopped, the run marked as aborted."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """SIGTERM ends the replay as Ctrl-C does: builds stopped, the run marked as aborted.
+
+    SIGINT gets its usual handler even where a shell made a background command ignore it.
+    """
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: lambda *_: signal.raise_signal(signal.SIGINT),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

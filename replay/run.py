@@ -190,8 +190,12 @@ def _build_id(session: Session, build: RunningBuild) -> int:
 
 
 def _abort(plan: _Plan, run_id: int, error: BaseException) -> None:
-    known = isinstance(error, ReplayError)
-    reason = str(error).splitlines()[0] if known else f"interrupted ({type(error).__name__})"
+    if isinstance(error, ReplayError):
+        reason = str(error).splitlines()[0]
+    elif isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        reason = "interrupted"
+    else:
+        reason = f"{type(error).__name__}: {error}"
     with plan.sessions.begin() as session:
         run = session.get_one(Run, run_id)
         run.status, run.reason, run.finished_at = "aborted", reason, now()

@@ -36,8 +36,9 @@ class LatencyChange:
     """One metric over requests that all arms answered; milliseconds.
 
     `old` is the median over both OLD passes. `change` is NEW minus the request's mean over the
-    OLD passes, `noise` old_b minus old_a. `verdict`: slower or faster when the interval of the
-    change excludes both zero and the interval of the noise, else "no change shown".
+    OLD passes, `noise` old_b minus old_a. `verdict`: slower or faster when the whole interval of
+    the change is farther from zero than the interval of the noise reaches on either side (which
+    OLD pass was the slower one is chance), else "no change shown".
     """
 
     metric: str
@@ -158,8 +159,9 @@ def _latency_change(metric: str, columns: np.ndarray) -> LatencyChange:
 def _verdict(change: Interval, noise: Interval) -> str:
     if change.low is None or change.high is None or noise.low is None or noise.high is None:
         return "too few requests"
-    if change.low > max(0.0, noise.high):
+    reach = max(abs(noise.low), abs(noise.high))
+    if change.low > reach:
         return "slower"
-    if change.high < min(0.0, noise.low):
+    if change.high < -reach:
         return "faster"
     return "no change shown"
