@@ -28,13 +28,13 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="INFERLOOP_", extra="forbid")
 
     home: Path = Path(".inferloop")
-    ring_dir: Path | None = Field(None, description="default: in /dev/shm, named by home")
-    ring_mib: int = Field(128, ge=1, le=65536)
-    lake_catalog: str | None = Field(None, description="SQLite file, or postgresql:// URL")
-    lake_data: str | None = Field(None, description="directory of the lake's Parquet files")
-    database_url: str | None = Field(None, description="SQLAlchemy URL of the relational database")
-    mirror_share: float = Field(0.01, ge=0.0, le=1.0)
-    mirror_key: SecretStr | None = Field(None, description="key of sampling and pseudonyms")
+    ring_dir: Path | None = Field(default=None, description="default: in /dev/shm, named by home")
+    ring_mib: int = Field(default=128, ge=1, le=65536)
+    lake_catalog: str | None = Field(default=None, description="SQLite file, or postgresql:// URL")
+    lake_data: str | None = Field(default=None, description="directory of the lake's Parquet files")
+    database_url: str | None = Field(default=None, description="SQLAlchemy URL of the relational database")
+    mirror_share: float = Field(default=0.01, ge=0.0, le=1.0)
+    mirror_key: SecretStr | None = Field(default=None, description="key of sampling and pseudonyms")
 
     @classmethod
     def settings_customise_sources(

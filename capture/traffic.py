@@ -21,7 +21,7 @@ class Sampling(BaseModel):
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0)
     top_p: float = Field(gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0: no limit")
+    top_k: int = Field(default=0, ge=0, description="0: no limit")
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
@@ -52,7 +52,7 @@ class Usage(BaseModel):
 
     prompt_tokens: int = Field(ge=0)
     completion_tokens: int = Field(ge=0)
-    cached_tokens: int = Field(0, ge=0)
+    cached_tokens: int = Field(default=0, ge=0)
 
 
 class TrafficRecord(BaseModel):
@@ -67,7 +67,7 @@ class TrafficRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_: Literal["inferloop.traffic/1"] = Field(SCHEMA, alias="schema")
+    schema_: Literal["inferloop.traffic/1"] = Field(default=SCHEMA, alias="schema")
     request_id: str = Field(pattern=r"^[0-9a-f]{32}$", description="W3C trace id")
     conversation_id: str
     arrival: str = Field(description="UTC, ISO 8601 with microseconds")
@@ -77,7 +77,7 @@ class TrafficRecord(BaseModel):
     tenant: str
     route: str
     class_key: str
-    priority: int = Field(50, ge=0, le=100)
+    priority: int = Field(default=50, ge=0, le=100)
     model: str
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
@@ -99,10 +99,10 @@ class TrafficRecord(BaseModel):
     duration_ms: float | None = None
     chunks: list[Chunk] = []
     fingerprint: str | None = None
-    client: str | None = Field(None, description="address; a keyed pseudonym once written")
+    client: str | None = Field(default=None, description="address; a keyed pseudonym once written")
     client_key_id: str | None = None
     headers: dict[str, str] = {}
-    original_bytes: int | None = Field(None, description="size of the body before truncation")
+    original_bytes: int | None = Field(default=None, description="size of the body before truncation")
     truncated: bool = False
     redactions: dict[str, int] = {}
     dropped: str | None = None

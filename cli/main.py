@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
 import typer
+
+COMMANDS = (
+    "demo",
+    "serve",
+    "collect",
+    "sql",
+    "replay",
+    "label",
+    "gate",
+    "feedback",
+    "dashboard",
+    "db",
+)
+"""Modules of this package, each of which adds its command to `app`; in the order of the help."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +32,8 @@ app = typer.Typer(
 
 def run() -> None:
     """Entry point. An error meant for the user (it has an `exit_code`) becomes one clear line."""
+    for command in COMMANDS:
+        importlib.import_module(f"cli.{command}")
     try:
         app()
     except KeyboardInterrupt:

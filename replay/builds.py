@@ -48,12 +48,12 @@ class BuildSpec(BaseModel):
 
     name: str = Field(min_length=1)
     command: str | None = None
-    endpoint: str | None = Field(None, pattern=r"^https?://")
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
     model: str | None = None
-    health_timeout_s: float = Field(120.0, gt=0)
+    health_timeout_s: float = Field(default=120.0, gt=0)
     env: dict[str, str] = {}
     workdir: Path | None = None
-    worktree: str | None = Field(None, pattern=r"^[^-]")
+    worktree: str | None = Field(default=None, pattern=r"^[^-]")
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -1,0 +1,5 @@
+"""`python -m cli` is `inferloop`."""
+
+from cli.main import run
+
+run()
