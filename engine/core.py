@@ -147,7 +147,8 @@ class Engine:
         except RequestError as error:
             request.slot = -1
             self.metrics.rejected(error.code or "invalid_request")
-            self._inbox.put(partial(self._event, "rejected", str(error), request))
+            if self._thread.is_alive():
+                self._inbox.put(partial(self._event, "rejected", str(error), request))
             raise
 
     def _enqueue(self, request: Request) -> RequestHandle:
@@ -204,9 +205,6 @@ class Engine:
         return self.failure is None
 
     def _take_commands(self, *, wait: bool) -> None:
-        if self._touched:
-            notify(self._touched.values())
-            self._touched.clear()
         timeout = self._policy.wait_s()
         if self._stop_at is not None or self._check_due:
             timeout = 0.0
