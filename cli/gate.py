@@ -98,14 +98,15 @@ def _show(report: GateReport) -> None:
         Outcome.INSUFFICIENT: "yellow",
         Outcome.INVALID: "magenta",
     }
-    table = Table("criterion", "result", "found", "required", "why", box=None, pad_edge=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
     for item in report.criteria:
         table.add_row(
-            Text(item.name),
             Text(TITLES[item.outcome].lower(), style=colours[item.outcome]),
-            Text(item.value),
-            Text(item.bound),
-            Text(item.explanation),
+            Text(item.name, style="bold"),
+            Text(f"{item.value} (required: {item.bound}); {item.explanation}"),
         )
     console = Console()
     console.print(

@@ -120,6 +120,10 @@ def prelabel(
         Path, typer.Option(help="TOML file of the build that scores both answers (float32)")
     ],
     run: Run = None,
+    threshold: Annotated[
+        float,
+        typer.Option(min=0, help="neutral up to this difference, nats a token; A/A may raise it"),
+    ] = 0.02,
 ) -> None:
     """Label all changes by likelihood under a referee build, as a machine, not as an expert.
 
@@ -137,6 +141,7 @@ def prelabel(
             open_database(),
             spec,
             run_id=run,
+            least_threshold=threshold,
             log=Settings().runs / "referee.log",
             progress=report,
         )

@@ -273,11 +273,15 @@ def expert_named(session: Session, name: str, kind: str = "expert") -> Expert:
     name = " ".join(name.split())
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise LabelError(f"an expert's name has 1 to {MAX_NAME} printable characters")
-    found = session.scalar(select(Expert).where(Expert.name == name))
+    query = select(Expert).where(Expert.name == name)
+    found = session.scalar(query)
     if found is None:
         found = Expert(name=name, kind=kind)
-        session.add(found)
-        session.flush()
+        try:
+            with session.begin_nested():
+                session.add(found)
+        except IntegrityError:  # another window was faster
+            found = session.scalars(query).one()
     if found.kind != kind:
         raise LabelError(f"{name!r} is the name of a {found.kind}, not of a {kind}: use another")
     return found

@@ -26,7 +26,7 @@ from replay.passes import Progress
 from replay.scoring import Given, Score, score_all
 
 GUIDELINE = "likelihood/1"
-LEAST_THRESHOLD = 0.05
+LEAST_THRESHOLD = 0.02
 """Nats per token. Smaller differences are neutral however quiet the A/A pairs are."""
 NOISE_QUANTILE = 0.95
 MAX_NOISE_PAIRS = 64
@@ -51,6 +51,7 @@ def prelabel(
     referee: BuildSpec,
     *,
     run_id: int | None = None,
+    least_threshold: float = LEAST_THRESHOLD,
     log: Path,
     progress: Progress,
 ) -> Prelabels:
@@ -58,9 +59,9 @@ def prelabel(
 
     +1 when the new answer's mean log-probability after the old build's prompt is higher by more
     than the threshold, -1 when lower, else 0. The threshold is the 95 % quantile of the same
-    difference over the run's A/A pairs, and never below LEAST_THRESHOLD. Replaces this referee's
-    earlier labels of the run. Raises EvaluationError when the referee has another tokenizer than
-    the run's builds, BuildError when it does not start.
+    difference over the run's A/A pairs, and never below `least_threshold` (nats per token).
+    Replaces this referee's earlier labels of the run. Raises EvaluationError when the referee has
+    another tokenizer than the run's builds, BuildError when it does not start.
     """
     with sessions() as session:
         run = find_run(session, run_id)
@@ -71,7 +72,7 @@ def prelabel(
         given = [item for diff in (*changes, *noise) for item in _given(diff)]
         fingerprint, flat = asyncio.run(_scores(referee, run, given, log, progress))
         scores = list(zip(flat[::2], flat[1::2], strict=True))
-        threshold = _threshold(scores[len(changes) :])
+        threshold = _threshold(scores[len(changes) :], least_threshold)
         expert = f"machine:{referee.name}:{fingerprint[:8]}"
         values = _store(session, expert, changes, scores[: len(changes)], threshold)
         session.commit()
@@ -131,13 +132,9 @@ def _difference(old: Score, new: Score) -> float | None:
     return new.mean - old.mean
 
 
-def _threshold(noise: Sequence[tuple[Score, Score]]) -> float:
+def _threshold(noise: Sequence[tuple[Score, Score]], least: float) -> float:
     known = [abs(d) for old, new in noise if (d := _difference(old, new)) is not None]
-    return (
-        max(LEAST_THRESHOLD, float(np.quantile(known, NOISE_QUANTILE)))
-        if known
-        else (LEAST_THRESHOLD)
-    )
+    return max(least, float(np.quantile(known, NOISE_QUANTILE))) if known else least
 
 
 def _store(

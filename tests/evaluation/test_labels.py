@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -282,6 +284,26 @@ def test_unknown_verdicts_and_endless_comments_are_refused(sessions: Sessions) -
         found.judge(pair.token, "better")
     with pytest.raises(LabelError, match="at most 4000"):
         found.judge(pair.token, "left", comment="x" * 4001)
+
+
+def test_several_windows_and_experts_at_once_label_each_diff_once(sessions: Sessions) -> None:
+    add_run(sessions, classes=[CLASS] * 24, unchanged=6, noisy=6)
+
+    def work(expert: str) -> None:
+        found = LabelQueue(sessions, expert)
+        while (pair := found.next()) is not None:
+            with contextlib.suppress(LabelError):  # the other window was faster
+                found.judge(pair.token, "left")
+
+    experts = ["ann", "ann", "bob", "bob", "cem"]
+    with ThreadPoolExecutor(len(experts)) as pool:
+        for done in [pool.submit(work, expert) for expert in experts]:
+            done.result(timeout=60)
+    with sessions() as session:
+        found = judgements(session, find_run(session))
+        assert all(len(judgement.votes) == 3 for judgement in found)
+        labels = session.execute(select(Label.diff_id, Label.expert_id)).all()
+    assert len(labels) == len(set(labels))
 
 
 def test_parents_of_a_class() -> None:
