@@ -42,6 +42,7 @@ class BuildSpec(BaseModel):
 
     `worktree` is a git revision of the repository at `workdir`: the command then runs in a fresh
     worktree of it. `env` is added to the environment. `model` defaults to the first one served.
+    `api_key_env` names the environment variable that holds the server's API key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,6 +51,7 @@ class BuildSpec(BaseModel):
     command: str | None = None
     endpoint: str | None = Field(default=None, pattern=r"^https?://")
     model: str | None = None
+    api_key_env: str | None = None
     health_timeout_s: float = Field(default=120.0, gt=0)
     env: dict[str, str] = {}
     workdir: Path | None = None
@@ -122,7 +124,7 @@ class RunningBuild:
                 self._start(port)
             else:
                 self.base_url = str(self.spec.endpoint).rstrip("/").removesuffix("/v1")
-            async with httpx.AsyncClient(base_url=self.base_url, timeout=10.0) as client:
+            async with self.open_http(httpx.Timeout(10.0)) as client:
                 await self._wait_until_healthy(client)
                 await self._identify(client)
         except BaseException:
@@ -138,10 +140,28 @@ class RunningBuild:
     ) -> None:
         await self._stop()
 
-    @property
-    def pid(self) -> int | None:
-        """The launcher's process id; None for an endpoint."""
-        return None if self._process is None else self._process.pid
+    def open_http(self, timeout: httpx.Timeout) -> httpx.AsyncClient:
+        """A client for `base_url`, with the API key if there is one.
+
+        It opens as many connections as it is asked to: a bound would turn an open loop into a
+        closed one unnoticed. Proxies of the environment are for endpoints only.
+        """
+        headers = {}
+        if self.spec.api_key_env is not None:
+            key = os.environ.get(self.spec.api_key_env)
+            if not key:
+                raise BuildError(
+                    f"build {self.spec.name}: the environment variable {self.spec.api_key_env} "
+                    "with its API key is not set"
+                )
+            headers["authorization"] = f"Bearer {key}"
+        return httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=headers,
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=100),
+            trust_env=self.spec.endpoint is not None,
+        )
 
     def check_alive(self) -> None:
         """Raise BuildError when the command has ended."""

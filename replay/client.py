@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
@@ -19,9 +18,6 @@ from replay.errors import BuildError
 from replay.stream import Answer, failed, parse_answer
 
 TIMEOUT = httpx.Timeout(connect=10.0, read=300.0, write=60.0, pool=None)
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-"""No bound on connections: a bound would turn the open loop into a closed one unnoticed."""
-
 VENDOR_PARAMETERS = ("top_k", "stop_token_ids", "ignore_eos")
 """Sampling parameters that OpenAI's API does not have."""
 
@@ -49,26 +45,15 @@ FALLBACKS = (
 
 
 class Client:
-    """Requests to one build, an async context manager; call `warm_up` for each endpoint first.
+    """Requests to one build; call `warm_up` for each endpoint first.
 
     `abilities` is what the server was found to understand at each endpoint.
     """
 
-    def __init__(self, base_url: str, model: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
         self._model = model
+        self._http = http
         self.abilities: dict[str, Abilities] = {}
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT, limits=LIMITS)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._http.aclose()
 
     async def warm_up(self, like: TrafficRecord) -> None:
         """Send a small request with endpoint and parameters of `like`, and learn from it what the

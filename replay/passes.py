@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from capture.traffic import TrafficRecord
 from replay.builds import RunningBuild
-from replay.client import Client, uses_vendor_parameters
+from replay.client import TIMEOUT, Client, uses_vendor_parameters
 from replay.errors import BuildError
 from replay.models import ReplayedRequest
 from replay.pacing import Fidelity, Slot, fidelity, run_schedule
@@ -76,7 +76,8 @@ async def run_pass(
         progress(arm, len(result.slots), len(records))
 
     progress(arm, 0, len(records))
-    async with Client(build.base_url, build.model) as client:
+    async with build.open_http(TIMEOUT) as http:
+        client = Client(http, build.model)
         for endpoint in sorted({item.record.endpoint for item in records}):
             alike = [item.record for item in records if item.record.endpoint == endpoint]
             await client.warm_up(next(filter(uses_vendor_parameters, alike), alike[0]))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from replay.builds import BuildSpec, RunningBuild
-from replay.client import LIMITS, TIMEOUT
+from replay.client import TIMEOUT
 from replay.passes import Progress
 from replay.stream import error_message
 
@@ -69,7 +69,7 @@ async def score_all(build: RunningBuild, given: Sequence[Given], progress: Progr
         progress(f"scoring by {build.spec.name}", done, len(given))
         return score
 
-    async with httpx.AsyncClient(base_url=build.base_url, timeout=TIMEOUT, limits=LIMITS) as client:
+    async with build.open_http(TIMEOUT) as client:
         return list(await asyncio.gather(*(one(client, item) for item in given)))
 
 

@@ -29,12 +29,13 @@ FAULTS = {
     "flip": "draws another token at output position 3",
     "detokenizer": "loses the umlaut of a token's text",
     "finish": "says length where it means stop",
-    "slow": "takes 10 times as long for a token",
+    "slow": "takes 30 times as long for a token",
     "errors": "answers every third request with 500",
     "crash": "exits when the fifth request arrives",
     "unhealthy": "never becomes healthy",
     "noise": "draws another token at position 5 in every other request, at random",
     "foreign": "knows nothing beyond OpenAI's API and refuses what it does not know",
+    "locked": "wants the API key letmein",
     "helper": "starts a helper process that ignores SIGTERM, in a session of its own",
 }
 WORDS = [
@@ -96,8 +97,16 @@ def create_app(faults: set[str], token_ms: float) -> FastAPI:
     app = FastAPI()
     toy = Toy(faults)
     foreign = "foreign" in faults
-    token_s = token_ms / 1000 * (10 if "slow" in faults else 1)
+    token_s = token_ms / 1000 * (30 if "slow" in faults else 1)
     count = 0
+
+    if "locked" in faults:
+
+        @app.middleware("http")
+        async def check_key(request: Request, call_next: Any) -> Response:
+            if request.headers.get("authorization") != "Bearer letmein":
+                return JSONResponse({"error": {"message": "no key"}}, status_code=401)
+            return await call_next(request)
 
     @app.get("/health")
     async def health() -> Response:

@@ -96,6 +96,22 @@ def test_a_silent_endpoint_times_out_with_the_reason(tmp_path: Path) -> None:
         start(spec, tmp_path)
 
 
+def test_an_endpoint_gets_its_key_from_the_environment(
+    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"api_key_env": "TOY_KEY", "health_timeout_s": 0.5}
+    spec = toys("locked").model_copy(update=changes)
+    monkeypatch.setenv("TOY_KEY", "letmein")
+    assert start(spec, tmp_path).fingerprint == "toy-locked"
+    assert score_answers(spec, [Given([1], [2])], log=tmp_path / "log")[0].error is None
+    monkeypatch.setenv("TOY_KEY", "wrong")
+    with pytest.raises(BuildError, match="status 401"):
+        start(spec, tmp_path)
+    monkeypatch.delenv("TOY_KEY")
+    with pytest.raises(BuildError, match="variable TOY_KEY"):
+        start(spec, tmp_path)
+
+
 def test_an_unknown_model_is_refused(tmp_path: Path, toys: Toys) -> None:
     spec = toys("plain").model_copy(update={"model": "gpt"})
     with pytest.raises(BuildError, match="serves toy, not gpt"):

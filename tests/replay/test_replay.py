@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -30,9 +31,9 @@ Toys = Callable[[str], BuildSpec]
 
 
 def run(
-    sessions: Sessions, tmp_path: Path, old: BuildSpec, new: BuildSpec, count: int = 12, **more: str
+    sessions: Sessions, tmp_path: Path, old: BuildSpec, new: BuildSpec, count: int = 12, **more: Any
 ) -> Run:
-    path = traffic(tmp_path / "t.jsonl", prompts(count), **more)  # type: ignore[arg-type]
+    path = traffic(tmp_path / "t.jsonl", prompts(count), **more)
     return replay(
         sessions, old=old, new=new, traffic=path, out_dir=tmp_path / "runs",
         bounds=Bounds(lateness_p99_ms=2000),
@@ -113,7 +114,7 @@ def test_noise_of_the_old_build_is_not_called_a_change(
 
 
 def test_a_slower_build_is_called_slower(sessions: Sessions, tmp_path: Path, toys: Toys) -> None:
-    result = run(sessions, tmp_path, toys("plain"), toys("slow"), count=15)
+    result = run(sessions, tmp_path, toys("plain"), toys("slow"), count=15, interval_s=0.05)
     verdicts = {change["metric"]: change["verdict"] for change in result.summary["latency"]}
     assert verdicts["tpot_ms"] == "slower"
     tpot = next(change for change in result.summary["latency"] if change["metric"] == "tpot_ms")
