@@ -175,23 +175,22 @@ def _tools(queue: LabelQueue, pair: Pair | None) -> None:
 
 
 def _history(queue: LabelQueue) -> None:
-    """Earlier verdicts beside the machine's, except those that can still be undone."""
+    """Earlier verdicts beside the machine's, except those that can still be undone.
+
+    Pairs without a machine label are left out: hidden checks have none, and would be known by it.
+    """
     tokens = _state(queue)["revealed"][-HISTORY:]
-    past = queue.past(list(reversed(tokens)))
-    if not past:
-        return
-    with st.expander(f"Your earlier verdicts ({len(past)})"):
-        st.table(
-            [
-                {
-                    "You": SIDES[found.verdict],
-                    "Machine label (likelihood, no expert)": "none"
-                    if found.machine is None
-                    else SIDES[found.machine],
-                }
-                for found in past
-            ]
-        )
+    rows = [
+        {
+            "You": SIDES[found.verdict],
+            "Machine label (likelihood, no expert)": SIDES[found.machine],
+        }
+        for found in queue.past(list(reversed(tokens)))
+        if found.machine is not None
+    ]
+    if rows:
+        with st.expander(f"You and the machine ({len(rows)})"):
+            st.table(rows)
 
 
 def _state(queue: LabelQueue) -> dict[str, Any]:

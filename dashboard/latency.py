@@ -147,7 +147,8 @@ def _window(period: str, first: datetime, last: datetime) -> tuple[datetime, dat
         return (first if length is None else max(first, end - length), end)
     left, right = st.columns(2)
     start_value = left.datetime_input("From (UTC)", value=_naive(first), step=60, key="from")
-    end_value = right.datetime_input("To (UTC)", value=_naive(end), step=60, key="to")
+    whole = _naive(end).replace(second=0, microsecond=0) + timedelta(minutes=1)
+    end_value = right.datetime_input("To (UTC)", value=whole, step=60, key="to")
     if start_value is None or end_value is None or start_value >= end_value:
         return None
     return start_value.replace(tzinfo=UTC), end_value.replace(tzinfo=UTC)

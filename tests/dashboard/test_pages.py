@@ -140,10 +140,11 @@ def test_machine_labels_appear_only_once_a_verdict_is_final(home: Path) -> None:
     assert not app.table
     button(app, "Left is better").click().run()
     assert not app.table, "it can still be undone"
-    button(app, "Left is better").click().run()
+    for _ in range(2):  # one of the first pairs may be a hidden check, which has no machine label
+        button(app, "Left is better").click().run()
     (table,) = app.table
     assert list(table.value.columns) == ["You", "Machine label (likelihood, no expert)"]
-    assert len(table.value) == 1
+    assert 1 <= len(table.value) <= 2
 
 
 def test_a_finished_replay_says_so(home: Path) -> None:
