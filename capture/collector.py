@@ -43,6 +43,7 @@ DISCOVER_S = 0.25
 LIVENESS_S = 0.5
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
+UPKEEP_LAG_SHARE = 0.1
 LAKE_RETRIES = 3  # inside one commit, about half a second; beyond that we wait and say so
 PASSING = ("locked", "disk I/O error", "disk is full", "No space left")
 STOP_PATIENCE_S = 10.0
@@ -81,8 +82,7 @@ class Follower:
     def poll(self, status: Status) -> bool:
         """Read once; whether there was anything."""
         before = self.reader.cursor
-        lag = self.reader.lag_bytes
-        status.largest_lag_share = max(status.largest_lag_share, lag / self.reader.header.capacity)
+        status.largest_lag_share = max(status.largest_lag_share, self.lag_share)
         batch = self.reader.read()
         if not len(batch) and not batch.gaps and self._writer_gone():
             # Frames may have come between the read and the look at the writer.
@@ -101,6 +101,11 @@ class Follower:
         status.lost_tokens += after.lost_tokens - before.lost_tokens
         status.torn_frames += torn
         return after != before
+
+    @property
+    def lag_share(self) -> float:
+        """How much of the ring is not yet read: at 1 the engine overwrites what was not."""
+        return self.reader.lag_bytes / self.reader.header.capacity
 
     def _writer_gone(self) -> bool:
         if self.reader.closed_by_writer:
@@ -152,7 +157,7 @@ class Collector:
                     if once and not busy:
                         break
                     if not busy:
-                        self._idle()
+                        self._stop.wait(POLL_S)
                 self._drain()
             finally:
                 self._close()
@@ -175,11 +180,6 @@ class Collector:
             self._finish(follower)
             busy = True
         return busy
-
-    def _idle(self) -> None:
-        if self._connection is not None and not any(f.rows for f in self._followers.values()):
-            self._upkeep.run_if_due(self._connection)
-        self._stop.wait(POLL_S)
 
     def _drain(self) -> None:
         """Read what is there at this moment, not what a busy engine goes on writing."""
@@ -232,6 +232,9 @@ class Collector:
         """Write all pending rows and cursors in one transaction; waits while the lake cannot."""
         followers = [f for f in self._followers.values() if f.rows]
         self._commit(followers, finished=False)
+        lag = max((f.lag_share for f in self._followers.values()), default=0.0)
+        if self._connection is not None and lag < UPKEEP_LAG_SHARE:
+            self._upkeep.run_if_due(self._connection)
 
     def _commit(self, followers: list[Follower], *, finished: bool) -> None:
         self._committed_s = time.monotonic()

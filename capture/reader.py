@@ -37,7 +37,7 @@ from capture.ring import (
     process_start,
 )
 
-READ_BYTES = 8 << 20
+READ_BYTES = 4 << 20
 STALL_S = 1.0
 SCAN_SLOTS = 16384
 MAX_ATTEMPTS = 32
@@ -149,7 +149,7 @@ class RingReader:
         self._map.close()
 
     def read(self, limit_bytes: int = READ_BYTES) -> FrameBatch:
-        """Copy out the frames that are there, about `limit_bytes` at most (one frame at least).
+        """Copy out the frames that are there, `limit_bytes` at most (but one frame at least).
 
         Empty when there is nothing new. Never blocks, never raises for what a writer does.
         """
@@ -199,8 +199,8 @@ class RingReader:
         """Copy [position, end) up to the data area's end and keep the frames that check out."""
         cursor = self.cursor
         start = cursor.position % self.header.capacity
-        limit = max(limit_bytes // ALIGNMENT * ALIGNMENT, self.header.frame_limit)
-        size = min(end - cursor.position, self.header.capacity - start, limit)
+        there = min(end - cursor.position, self.header.capacity - start)
+        size = min(there, max(limit_bytes // ALIGNMENT, 1) * ALIGNMENT)
         buffer = bytes(self._data[start : start + size])
         offsets: list[int] = []
         at, sequence, tokens = 0, cursor.sequence, cursor.tokens
@@ -214,7 +214,9 @@ class RingReader:
                 tokens += found.tokens
             at += (found.length + ALIGNMENT - 1) & -ALIGNMENT
         if not at:
-            return _EMPTY
+            # Perhaps the frame is longer than what was copied of it.
+            longest = min(there, self.header.frame_limit)
+            return self._copy(end, longest) if size < longest else _EMPTY
         position = cursor.position + at
         self.cursor = replace(cursor, position=position, sequence=sequence, tokens=tokens)
         data = np.frombuffer(buffer, np.uint8)
