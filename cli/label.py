@@ -228,10 +228,10 @@ def _judge_one(queue: LabelQueue, pair: Pair, undoable: str | None) -> tuple[boo
 
 
 def _render(queue: LabelQueue, pair: Pair) -> RenderableType:
-    from rich.columns import Columns
     from rich.console import Group
     from rich.panel import Panel
     from rich.rule import Rule
+    from rich.table import Table
     from rich.text import Text
 
     from evaluation.wording import compare, visible
@@ -242,13 +242,11 @@ def _render(queue: LabelQueue, pair: Pair) -> RenderableType:
         Text.assemble((f"{role}: ", "bold"), visible(text)) for role, text in pair.question
     )
     left, right = compare(pair.left.text, pair.right.text)
-    answers = Columns(
-        [
-            Panel(_text(pair.left, left), title="left"),
-            Panel(_text(pair.right, right), title="right"),
-        ],
-        equal=True,
-        expand=True,
+    answers = Table.grid(expand=True)
+    answers.add_column(ratio=1)
+    answers.add_column(ratio=1)
+    answers.add_row(
+        Panel(_text(pair.left, left), title="left"), Panel(_text(pair.right, right), title="right")
     )
     return Group(Rule(title), question, answers)
 

@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -156,12 +156,14 @@ class LabelQueue:
             run, expert = self._load(session)
             found = judgements(session, run)
             mine = self._seen(session, run, expert)
-            judged = _count_labels(session, run, expert)
+            labelled = _labelled(session, run, expert)
+            shown = sum(
+                reason is None and diff_id not in labelled for diff_id, reason in mine.items()
+            )
             return Progress(
-                judged=judged,
+                judged=len(labelled),
                 skipped=sum(reason is not None for reason in mine.values()),
-                remaining=len(_candidates(found, set(mine)))
-                + bool(self._open(session, run, expert)),
+                remaining=len(_candidates(found, set(mine))) + shown,
                 settled=sum(judgement.verdict(PANEL) is not None for judgement in found),
                 total=len(found),
             )
@@ -352,13 +354,11 @@ def _past(session: Session, presentation: Presentation) -> Past | None:
     )
 
 
-def _count_labels(session: Session, run: Run, expert: Expert) -> int:
-    return (
-        session.scalar(
-            select(func.count())
-            .select_from(Label)
+def _labelled(session: Session, run: Run, expert: Expert) -> set[int]:
+    return set(
+        session.scalars(
+            select(Label.diff_id)
             .join(Diff, Diff.id == Label.diff_id)
             .where(Diff.run_id == run.id, Label.expert_id == expert.id)
         )
-        or 0
     )

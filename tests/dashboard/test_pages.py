@@ -9,6 +9,7 @@ from sqlalchemy import select
 from streamlit.testing.v1 import AppTest
 
 import migrations
+from capture.lake import open_lake
 from capture.settings import Settings
 from evaluation.models import Label, Presentation
 from replay.database import create_database_engine, open_sessions
@@ -76,6 +77,15 @@ def test_latency_page_shows_figures_and_the_map(home: Path) -> None:
     assert metrics["TTFT p50 / p99"] == "10 / 10 ms"
     assert len(app.get("plotly_chart")) == 1
     assert "123 tokens never reached the lake" in texts(app.caption)
+
+
+def test_latency_page_sees_what_is_written_while_it_is_open(home: Path) -> None:
+    place = make_lake(home)
+    app = run(latency_page)
+    with open_lake(place, read_only=False) as lake:
+        lake.execute("INSERT INTO requests SELECT * REPLACE (99 AS slot) FROM requests LIMIT 1")
+    app.run()
+    assert app.metric[0].value == "41"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,9 @@ def test_undo_brings_the_same_pair_back_on_the_same_side(sessions: Sessions) -> 
     assert first is not None
     found.judge(first.token, "left")
     assert found.next() != first
+    before = found.progress()
     found.undo(first.token)
+    assert found.progress().remaining == before.remaining + 1
     assert found.next() == first
     with pytest.raises(LabelError, match="nothing to undo"):
         found.undo(first.token)
