@@ -46,7 +46,7 @@ def main() -> None:
     report(
         "bench_engine_cpu",
         [_row(workload, best) for workload in next(iter(best.values()))],
-        title=f"engine on the CPU, tokens/s on {threads} threads, best of {arguments.rounds} rounds",
+        title=f"tokens/s on {threads} threads, best of {arguments.rounds} rounds",
         details={"model": model.name, "threads": threads, **versions, **_ratios(best)},
     )
 

@@ -220,7 +220,7 @@ class CpuRunner:
                 context_lens=one + 1,
                 block_tables=one.reshape(1, 1),
                 slot_mapping=one.astype(np.int64),
-                sampling=[RowSampling(0.0, 1.0, 0, 0, 0, 0)],
+                sampling=[RowSampling(1.0, 1.0, 0, 0, 0, 1)],
                 prompt_logprobs=[None],
             )
         )

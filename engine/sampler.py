@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from engine.batch import RowSampling, TopLogprobs
+from kernels.cpu_sample import draw_token, top_tokens
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-NUCLEUS_GUESS = 512
-"""Tokens looked at first for top-p; nearly every nucleus is smaller."""
+COLDEST = 1e-5
+"""Temperatures below are greedy: logits divided by them would not be finite."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -36,44 +37,12 @@ def draw(logits: np.ndarray, best: int, sampling: RowSampling) -> int:
     top-k cuts first, then top-p keeps the smallest set of most likely tokens whose share of what
     is left reaches top_p.
     """
-    if sampling.temperature == 0 or sampling.top_k == 1:
+    if sampling.temperature < COLDEST or sampling.top_k == 1:
         return best
-    scaled = logits.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled[best])
     u = uniform(sampling.seed, sampling.position)
-    limited = 0 < sampling.top_k < logits.size
-    if not limited and sampling.top_p >= 1:
-        cumulative = np.cumsum(weights)
-        return _pick(cumulative, u)
-    if limited:
-        ids = most_likely(logits, sampling.top_k)
-        total = weights[ids].sum()
-    else:
-        ids = most_likely(logits, min(NUCLEUS_GUESS, logits.size))
-        total = weights.sum()
-    cumulative = np.cumsum(weights[ids])
-    if not limited and cumulative[-1] < sampling.top_p * total:
-        ids = most_likely(logits, logits.size)
-        cumulative = np.cumsum(weights[ids])
-    kept = min(int(np.searchsorted(cumulative, sampling.top_p * total)) + 1, ids.size)
-    return int(ids[_pick(cumulative[:kept], u)])
-
-
-def _pick(cumulative: np.ndarray, u: float) -> int:
-    """Index drawn by `u` from cumulative weights; never one of weight zero."""
-    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    return min(index, cumulative.size - 1)
-
-
-def most_likely(logits: np.ndarray, k: int) -> np.ndarray:
-    """Ids of the k largest of float32 [V], largest first, lower ids first among equals."""
-    if k >= logits.size:
-        return np.argsort(-logits, kind="stable")
-    threshold = np.partition(logits, logits.size - k)[logits.size - k]
-    above = np.flatnonzero(logits > threshold)
-    equal = np.flatnonzero(logits == threshold)[: k - above.size]
-    ids = np.concatenate([above, equal])
-    return ids[np.lexsort((ids, -logits[ids]))]
+    # float(): the kernel is compiled for floats, and clients send 1 for 1.0.
+    temperature, top_p = float(sampling.temperature), float(sampling.top_p)
+    return draw_token(logits, logits[best], temperature, top_p, sampling.top_k, u)
 
 
 def alternatives(
@@ -91,7 +60,7 @@ def alternatives(
         chosen[i] = row[tokens[i]]
         rank[i] = np.count_nonzero(row > row[tokens[i]]) + 1
         if k:
-            ids[i] = most_likely(row, k)
+            ids[i] = top_tokens(row, k)
     top = np.take_along_axis(logits[:count], ids, axis=1) - log_total[:, None]
     return TopLogprobs(
         ids=ids,

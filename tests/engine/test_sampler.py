@@ -10,7 +10,8 @@ from scipy import stats
 
 from engine.batch import RowSampling
 from engine.runner import LoadedModel
-from engine.sampler import alternatives, draw, most_likely, uniform
+from engine.sampler import alternatives, draw, uniform
+from kernels.cpu_sample import top_tokens
 from tests.engine.batches import Row, greedy, run
 
 
@@ -112,11 +113,12 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
     assert not set(by_position[:1000]) & {uniform(2, p) for p in range(1000)}
 
 
-def test_most_likely_orders_equals_by_id() -> None:
-    logits = np.array([1, 5, 5, 0, 5, 2], np.float32)
-    assert most_likely(logits, 2).tolist() == [1, 2]
-    assert most_likely(logits, 4).tolist() == [1, 2, 4, 5]
-    assert most_likely(logits, 6).tolist() == [1, 2, 4, 5, 0, 3]
+@pytest.mark.parametrize("spread", [2, 1000])
+def test_top_tokens_order_equals_by_id(spread: int) -> None:
+    logits = np.random.default_rng(0).integers(0, spread, 500).astype(np.float32)
+    expected = np.lexsort((np.arange(500), -logits))
+    for k in (1, 2, 20, 64, 65, 500):
+        assert top_tokens(logits, k).tolist() == expected[:k].tolist()
 
 
 def test_alternatives_report_raw_logprobs_and_rank() -> None:
