@@ -32,7 +32,9 @@ class Settings(BaseSettings):
     ring_mib: int = Field(default=128, ge=1, le=65536)
     lake_catalog: str | None = Field(default=None, description="SQLite file, or postgresql:// URL")
     lake_data: str | None = Field(default=None, description="directory of the lake's Parquet files")
-    database_url: str | None = Field(default=None, description="SQLAlchemy URL of the relational database")
+    database_url: str | None = Field(
+        default=None, description="SQLAlchemy URL of the relational database"
+    )
     mirror_share: float = Field(default=0.01, ge=0.0, le=1.0)
     mirror_key: SecretStr | None = Field(default=None, description="key of sampling and pseudonyms")
 

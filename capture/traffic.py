@@ -102,7 +102,9 @@ class TrafficRecord(BaseModel):
     client: str | None = Field(default=None, description="address; a keyed pseudonym once written")
     client_key_id: str | None = None
     headers: dict[str, str] = {}
-    original_bytes: int | None = Field(default=None, description="size of the body before truncation")
+    original_bytes: int | None = Field(
+        default=None, description="size of the body before truncation"
+    )
     truncated: bool = False
     redactions: dict[str, int] = {}
     dropped: str | None = None

@@ -126,6 +126,26 @@ def _publish(run_id: int | None, rules: FeedbackRules, enable: bool) -> None:
     typer.echo(f"{_state(found.policy)}; written to {path}")
 
 
+@feedback_app.command()
+def demote(
+    class_key: Annotated[str, typer.Argument(help="tenant, tenant/route or tenant/route/template")],
+    by: Annotated[int, typer.Option(help="priority points; 0 ends the demotion")] = 20,
+) -> None:
+    """Demote a class by hand, without labels; the file says that an operator did.
+
+    Holds until the policy expires or is published anew.
+
+    Example: inferloop feedback demote acme/summary --by 10
+    """
+    from capture.settings import Settings
+    from evaluation import feedback
+    from replay.database import now
+
+    path = Settings().policy_file
+    policy = feedback.demote(path, class_key, by, now())
+    typer.echo(f"{_state(policy)}; written to {path}")
+
+
 def _basis(text: str) -> Basis:
     from evaluation.errors import FeedbackError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,12 +54,13 @@ def run_replay(
     """
     from capture.settings import Settings
     from cli.database import open_database
+    from cli.progress import progress_bars
     from replay.builds import load_build
     from replay.run import replay
 
     builds = load_build(old), load_build(new)
     settings = Settings()
-    with _progress() as report, _termination_as_interrupt():
+    with progress_bars() as report, _termination_as_interrupt():
         run = replay(
             open_database(),
             old=builds[0],
@@ -139,29 +140,6 @@ def _print_next(run_id: int, changed: int) -> None:
         typer.echo(f"      inferloop label next {run_id}")
     else:
         typer.echo(f"next: inferloop gate {run_id}")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar per pass on a terminal; a line per step elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks: dict[str, Any] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total or None)
-                if not console.is_terminal:
-                    console.print(what)
-            bars.update(tasks[what], completed=done)
-
-        yield report
 
 
 @contextmanager

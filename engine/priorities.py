@@ -24,7 +24,7 @@ MAX_EFFECT_LIMIT = 100
 MAX_POLICY_BYTES = 4 << 20
 
 Direction = Literal["demote_harmed"]
-Basis = Literal["expert", "machine"]
+Basis = Literal["expert", "machine", "operator"]
 
 
 class PolicyError(EngineError):
@@ -34,7 +34,8 @@ class PolicyError(EngineError):
 @dataclass(frozen=True)
 class ClassAdjustment:
     """What a class's priority is changed by, and the evidence: number of labels, diff score
-    (mean label mapped to 0..1), its upper confidence bound, and whose labels they are."""
+    (mean label mapped to 0..1), its upper confidence bound, and whose labels they are. Basis
+    `operator` is a person's decision without labels."""
 
     adjustment: int
     labels: int
@@ -147,7 +148,7 @@ def _check_class(key: str, entry: ClassAdjustment) -> None:
         if not (math.isfinite(value) and 0 <= value <= 1):
             raise PolicyError(f"{where}.{name} {value} is not within 0..1")
     if entry.basis not in get_args(Basis):
-        raise PolicyError(f"{where}.basis {entry.basis!r} is neither 'expert' nor 'machine'")
+        raise PolicyError(f"{where}.basis {entry.basis!r} is none of {', '.join(get_args(Basis))}")
 
 
 def _take(raw: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:

@@ -138,23 +138,56 @@ def disable(path: Path, now: datetime) -> Policy:
 
     Works with any file, also a broken or missing one. Returns what was written.
     """
-    current = read_policy(path)
-    if current is None:
-        current = Policy(
-            policy_id=_policy_id("disabled", now),
-            created_at=now,
-            expires_at=now + FeedbackRules().lifetime,
-            direction="demote_harmed",
-            enabled=False,
-            dry_run=False,
-            max_effect=0,
-            old_build="",
-            new_build="",
-            classes={},
-        )
+    current = read_policy(path) or _empty_policy("disabled", now)
     stopped = replace(current, enabled=False)
     _write(path, stopped)
     return stopped
+
+
+def demote(path: Path, class_key: str, points: int, now: datetime) -> Policy:
+    """An operator's decision: serve `class_key` later by `points` (0: no longer), whatever labels
+    say, until the policy in the file expires or is published anew. Returns what was written.
+
+    Raises FeedbackError while the kill switch is on, and for points outside 0..100.
+    """
+    if not 0 <= points <= 100:
+        raise FeedbackError(f"{points} points is outside 0..100")
+    current = read_policy(path)
+    if current is None or now >= current.expires_at:
+        current = _empty_policy("operator", now)
+    if not current.enabled:
+        raise FeedbackError(f"feedback is disabled in {path}: publish with --enable first")
+    others = {
+        key: entry
+        for key, entry in current.classes.items()
+        if not key.startswith(f"{class_key}/")  # more specific ones would win over the decision
+    }
+    decision = ClassAdjustment(
+        adjustment=-points, labels=0, score=NEUTRAL, upper=1.0, basis="operator"
+    )
+    changed = replace(
+        current,
+        policy_id=_policy_id("operator", now),
+        max_effect=max(current.max_effect, points),
+        classes={**others, class_key: decision},
+    )
+    _write(path, changed)
+    return changed
+
+
+def _empty_policy(stem: str, now: datetime) -> Policy:
+    return Policy(
+        policy_id=_policy_id(stem, now),
+        created_at=now,
+        expires_at=now + FeedbackRules().lifetime,
+        direction="demote_harmed",
+        enabled=True,
+        dry_run=False,
+        max_effect=0,
+        old_build="",
+        new_build="",
+        classes={},
+    )
 
 
 def _plan_class(score: ClassScore, rules: FeedbackRules, was_demoted: bool) -> PlannedClass:

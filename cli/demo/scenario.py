@@ -39,8 +39,10 @@ BURST_RUNNING = 2
 BURST_TOKENS = 24
 SHOWN_DIFFS = 3
 MIN_LABELS = 4
-"""Machine labels a class needs before the demo's policy may demote it: its classes are small."""
+"""Labels a class needs before the demo's policy may demote it; with CONFIDENCE far below the
+command's defaults, because the demo's classes are small."""
 
+CONFIDENCE = 0.8
 OPERATORS_CHOICE = "borealis/list"
 POLICY_RELOAD_S = 2.0
 VISIBLE_WITHIN_S = 30.0
@@ -145,8 +147,9 @@ class Scenario:
     def _publish(self) -> None:
         """The policy that the machine labels justify; where they demote nothing, an operator's."""
         self._command(
-            "feedback", "publish", "--basis", "machine", "--min-labels", str(MIN_LABELS), "--enable"
-        )
+            "feedback", "publish", "--basis", "machine", "--enable",
+            "--min-labels", str(MIN_LABELS), "--confidence", str(CONFIDENCE),
+        )  # fmt: skip
         policy = feedback.read_policy(self._settings.policy_file)
         if policy is not None and any(entry.adjustment < 0 for entry in policy.classes.values()):
             return
@@ -154,7 +157,7 @@ class Scenario:
             "No class is known to be harmed, so the labels demote none. To show what a demotion "
             "does, an operator demotes one by hand:"
         )
-        self._command("feedback", "demote", OPERATORS_CHOICE, "--by", "20", "--hours", "1")
+        self._command("feedback", "demote", OPERATORS_CHOICE, "--by", "20")
 
     def _check_waits(self, since: datetime, sent: int) -> None:
         """Raise DemoError unless the demoted waited longer than the others and all were served."""

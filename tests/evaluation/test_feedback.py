@@ -15,7 +15,7 @@ from sqlalchemy.orm import sessionmaker
 
 from engine.priorities import ClassAdjustment, Policy, PolicyFile
 from evaluation.errors import FeedbackError
-from evaluation.feedback import FeedbackRules, Plan, disable, plan, publish, read_policy
+from evaluation.feedback import FeedbackRules, Plan, demote, disable, plan, publish, read_policy
 from evaluation.judgements import find_run
 from evaluation.models import PublishedPolicy
 from evaluation.scores import DEFAULT_PRIOR, class_scores, credibility_prior
@@ -268,3 +268,29 @@ def _with_entry(
     if new_build is not None:
         fields["new_build"] = new_build
     return Policy(**fields)
+
+
+def test_an_operator_demotes_a_class_and_all_below_it(
+    sessions: sessionmaker, tmp_path: Path
+) -> None:
+    harmed_run(sessions)
+    path = tmp_path / "policy.json"
+    with sessions() as session:
+        publish(session, path, planned(sessions))
+    tenant, neutral = CLASS.partition("/")[0], CLASS
+    demote(path, tenant, 30, NOW)
+    policy = Policy.from_json(path.read_text())
+    assert policy.adjustment(neutral, NOW) == -30
+    assert policy.classes[tenant].basis == "operator"
+    assert policy.adjustment(HARMED, NOW) < 0
+    demote(path, tenant, 0, NOW)
+    assert Policy.from_json(path.read_text()).adjustment(neutral, NOW) == 0
+
+
+def test_an_operator_cannot_demote_past_the_kill_switch_or_the_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    with pytest.raises(FeedbackError, match="101"):
+        demote(path, "a", 101, NOW)
+    disable(path, NOW)
+    with pytest.raises(FeedbackError, match="disabled"):
+        demote(path, "a", 10, NOW)
