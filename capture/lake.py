@@ -12,6 +12,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from capture.errors import LakeError, LakeMissingError, LakeVersionError
 from capture.schema import SCHEMA_VERSION, TABLES
@@ -56,6 +57,17 @@ class LakePlace:
             return self.catalog
         scheme, _, rest = self.catalog.partition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"
+
+    @property
+    def password(self) -> str | None:
+        """The password in the catalog's URL, as it stands there."""
+        return urlsplit(self.catalog).password if _is_postgres(self.catalog) else None
+
+    def without_password(self) -> LakePlace:
+        """The same place for a process that gets the password as PGPASSWORD."""
+        if self.password is None:
+            return self
+        return LakePlace(self.catalog.replace(f":{self.password}@", "@", 1), self.data)
 
 
 def _is_postgres(catalog: str) -> bool:
@@ -164,9 +176,10 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
     except duckdb.Error as error:
         if "does not exist" in str(error) and read_only:
             raise LakeMissingError(missing(place)) from error
-        raise LakeError(
-            f"cannot open the lake at {place.described}: {first_line(error)}"
-        ) from error
+        reason = first_line(error)
+        if place.password:
+            reason = reason.replace(place.password, "***")
+        raise LakeError(f"cannot open the lake at {place.described}: {reason}") from None
 
 
 def stored_version(connection: duckdb.DuckDBPyConnection) -> tuple[int, str] | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from capture.errors import LakeMissingError, QueryError
 from capture.lake import LakePlace, missing
@@ -52,10 +53,13 @@ def run_query(
     limits = limits or QueryLimits()
     if place.catalog_file is not None and not place.catalog_file.exists():
         raise LakeMissingError(missing(place))
-    process = _start()
+    process = _start(place)
     watchdog = _Watchdog(process, limits.timeout_s)
     try:
-        _ask(process, {"place": asdict(place), "sql": sql, "limits": asdict(limits)})
+        _ask(
+            process,
+            {"place": asdict(place.without_password()), "sql": sql, "limits": asdict(limits)},
+        )
         _await_start(process, watchdog)
         try:
             with pa.ipc.open_stream(process.stdout) as reader:
@@ -101,12 +105,14 @@ class _Watchdog:
         self._process.kill()
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(place: LakePlace) -> subprocess.Popen[bytes]:
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("INFERLOOP_") or name == "INFERLOOP_HOME"
     }
+    if place.password is not None:
+        environment["PGPASSWORD"] = unquote(place.password)  # SQL can see the URL
     return subprocess.Popen(
         [sys.executable, "-m", "capture.query_process"],
         stdin=subprocess.PIPE,

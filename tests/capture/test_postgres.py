@@ -28,8 +28,16 @@ def test_an_empty_database_is_no_lake_yet(place: LakePlace) -> None:
 
 
 def test_a_server_that_is_not_there_is_a_clear_error() -> None:
-    with pytest.raises(LakeError, match="cannot open the lake at postgresql://localhost:1/x"):
+    with pytest.raises(LakeError, match="cannot open the lake at postgresql://localhost:1/x") as e:
         open_lake(LakePlace("postgresql://me:secret@localhost:1/x", "/tmp"))
+    assert "secret" not in str(e.value)
+
+
+def test_user_sql_does_not_see_the_password(place: LakePlace) -> None:
+    open_lake(place, read_only=False).close()
+    named = LakePlace(place.catalog.replace("inferloop@", "inferloop:secret@"), place.data)
+    with run_query(named, "SELECT * FROM duckdb_databases()") as reader:
+        assert "secret" not in str(reader.read_all().to_pylist())
 
 
 def test_three_collectors_write_to_one_lake_at_once(place: LakePlace, tmp_path: Path) -> None:
