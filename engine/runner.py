@@ -247,6 +247,8 @@ class CpuRunner:
         tables = batch.block_tables[used]
         if tables.size != blocks.sum() or tables.min() < 0 or tables.max() >= self.num_blocks:
             raise RunnerError("a block table does not cover its row's context")
+        if np.any(positions[batch.query_start[1:] - 1] + 1 != batch.context_lens):
+            raise RunnerError("a row's positions do not end where its context ends")
 
     def _tokens(self, batch: StepBatch, first: int, last: int) -> Tokens:
         """Tokens first..last-1 of the step, cut into tiles within rows."""

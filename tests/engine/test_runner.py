@@ -174,6 +174,7 @@ def test_what_unused_blocks_hold_does_not_matter(tiny_path) -> None:
         ({"block_tables": np.array([[-1]], np.int32)}, "block table"),
         ({"block_tables": np.array([[64]], np.int32)}, "block table"),
         ({"context_lens": np.array([17], np.int32)}, "block table"),
+        ({"context_lens": np.array([2], np.int32)}, "end where its context ends"),
     ],
 )
 def test_steps_that_would_touch_foreign_memory_are_refused(
