@@ -7,6 +7,7 @@ for logic of its own: whatever a step needs is a command's or a library's.
 from __future__ import annotations
 
 import asyncio
+import random
 import shlex
 import subprocess
 import sys
@@ -128,6 +129,7 @@ class Scenario:
             prompt | {"max_tokens": min(BURST_TOKENS, prompt["max_tokens"])}
             for prompt in self._prompts
         ]
+        random.Random(1).shuffle(prompts)  # no class is early or late by its place in the file
         feedback.disable(self._settings.policy_file, now())
         options = f"--weights int4 --kv-block 32 --mirror-share 0 --max-running {BURST_RUNNING}"
         async with self._server(options) as server:
@@ -232,7 +234,8 @@ class Scenario:
         return code
 
     def _show_command(self, arguments: list[str], *, background: bool = False) -> None:
-        line = shlex.join(["inferloop", *arguments]) + (" &" if background else "")
+        words = ["inferloop", *map(_quoted, arguments), *(["&"] if background else [])]
+        line = " ".join(words)
         self._console.print(Text(f"$ {line}", style="bold green"), soft_wrap=True)
 
     def _title(self, text: str) -> None:
@@ -249,6 +252,13 @@ class Scenario:
         with Progress(*columns, console=self._console) as progress:
             task = progress.add_task(what, total=total)
             yield lambda: progress.advance(task)
+
+
+def _quoted(argument: str) -> str:
+    """As a person would quote it in a shell: SQL has single quotes of its own."""
+    if "'" in argument and not set(argument) & set('"$`\\!'):
+        return f'"{argument}"'
+    return shlex.quote(argument)
 
 
 def _inferloop(*arguments: str) -> list[str]:
