@@ -27,7 +27,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.report import report
-from capture.collector import Collector, Status
+from capture.collector import Collector
+from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_lake
 from capture.ring import RingWriter

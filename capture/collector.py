@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,7 +25,7 @@ from capture.errors import (
     RingError,
 )
 from capture.exclusive import CollectorLock
-from capture.ingest import RingRows
+from capture.follower import Follower, Status
 from capture.lake import LakePlace, first_line, open_lake
 from capture.reader import Cursor, RingReader, discover
 from capture.upkeep import Upkeep
@@ -40,7 +40,6 @@ COMMIT_S = 1.0
 COMMIT_TOKENS = 200_000
 POLL_S = 0.02
 DISCOVER_S = 0.25
-LIVENESS_S = 0.5
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 UPKEEP_LAG_SHARE = 0.1
@@ -48,73 +47,6 @@ LAKE_RETRIES = 3  # inside one commit, about half a second; beyond that we wait 
 PASSING = ("locked", "disk I/O error", "disk is full", "No space left")
 STOP_PATIENCE_S = 10.0
 INLINED_ROWS = 100  # smaller inserts go into the catalog: a file each would cost more
-
-
-@dataclass
-class Status:
-    """What the collector has done since it started; `waiting_for` says why it does not commit."""
-
-    rings: int = 0
-    frames: int = 0
-    tokens: int = 0
-    lost_frames: int = 0
-    lost_tokens: int = 0
-    torn_frames: int = 0
-    commits: int = 0
-    last_commit_s: float = 0.0
-    longest_commit_s: float = 0.0
-    lag_bytes: int = 0
-    largest_lag_share: float = 0.0
-    crashes: int = 0
-    waiting_for: str | None = None
-
-
-class Follower:
-    """One ring: its reader, the rows it gave and where the lake stands."""
-
-    def __init__(self, reader: RingReader, *, committed: bool) -> None:
-        self.reader = reader
-        self.rows = RingRows(reader.header)
-        self.engine_known = committed
-        self.drained = False
-        self._checked_s = 0.0
-
-    def poll(self, status: Status) -> bool:
-        """Read once; whether there was anything."""
-        before = self.reader.cursor
-        status.largest_lag_share = max(status.largest_lag_share, self.lag_share)
-        batch = self.reader.read()
-        if not len(batch) and not batch.gaps and self._writer_gone():
-            # Frames may have come between the read and the look at the writer.
-            batch = self.reader.read()
-            if not len(batch) and not batch.gaps:
-                batch = self.reader.read_open_frame()
-                self.drained = not len(batch)
-        self.rows.add(batch)
-        after = self.reader.cursor
-        torn = after.torn_frames - before.torn_frames
-        if torn:
-            self.rows.add_loss("torn", after.sequence, torn, 0, "the engine died inside a frame")
-        status.frames += len(batch)
-        status.tokens += batch.tokens
-        status.lost_frames += after.lost_frames - before.lost_frames
-        status.lost_tokens += after.lost_tokens - before.lost_tokens
-        status.torn_frames += torn
-        return after != before
-
-    @property
-    def lag_share(self) -> float:
-        """How much of the ring is not yet read: at 1 the engine overwrites what was not."""
-        return self.reader.lag_bytes / self.reader.header.capacity
-
-    def _writer_gone(self) -> bool:
-        if self.reader.closed_by_writer:
-            return True
-        now = time.monotonic()
-        if now - self._checked_s < LIVENESS_S:
-            return False
-        self._checked_s = now
-        return not self.reader.writer_alive()
 
 
 class Collector:
@@ -152,11 +84,9 @@ class Collector:
         with self._lock():
             try:
                 self._first_connect()
-                while not self._stop.is_set():
-                    busy = self._round()
-                    if once and not busy:
-                        break
-                    if not busy:
+                self._discover()
+                while not once and not self._stop.is_set():
+                    if not self._round():
                         self._stop.wait(POLL_S)
                 self._drain()
             finally:
@@ -185,17 +115,24 @@ class Collector:
         """Read what is there at this moment, not what a busy engine goes on writing."""
         targets = {f: f.reader.written[0] for f in self._followers.values()}
         for follower, target in targets.items():
-            while follower.reader.cursor.sequence < target and follower.poll(self.status):
+            gone = follower.abandoned
+            while not follower.drained and (gone or follower.reader.cursor.sequence < target):
+                if not follower.poll(self.status):
+                    if not gone:
+                        break
+                    time.sleep(POLL_S)
                 if follower.rows.tokens >= COMMIT_TOKENS:
                     self.commit()
         self.commit()
+        for follower in [f for f in self._followers.values() if f.drained]:
+            self._finish(follower)
 
     def _discover(self) -> None:
         for path in discover(self._ring_dir):
             if path in self._followers or path in self._refused:
                 continue
             try:
-                self._patiently(lambda path=path: self._follow(path))  # type: ignore[misc]
+                self._patiently(partial(self._follow, path))
             except RingError as error:
                 self._refused.add(path)
                 log.warning("ignored: %s", error)
@@ -323,8 +260,9 @@ class Collector:
         if reader.closed_by_writer:
             follower.rows.add_end("engine_closed", "")
         else:
-            assert self._connection is not None
-            report = crash_report(self._connection, reader.header, reader.cursor, reader.written[0])
+            report = self._patiently(
+                lambda: crash_report(self._lake(), reader.header, reader.cursor, reader.written[0])
+            )
             path = write_report(self._crash_dir, report)
             follower.rows.add_end("engine_crashed", str(path))
             self.status.crashes += 1

@@ -146,6 +146,16 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
 
 
+def clock_anchors() -> tuple[int, int]:
+    """Monotonic and wall clock of one moment, ns: the closest of five readings."""
+    readings = []
+    for _ in range(5):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, (before + after) // 2, wall))
+    _, monotonic, wall = min(readings)
+    return monotonic, wall
+
+
 @dataclass(frozen=True)
 class WriterCounters:
     """What a writer has done since it was created; `refused` frames were over the limit."""
@@ -303,7 +313,7 @@ class RingWriter:
 
 def _new_header(capacity: int, engine_id: UUID) -> RingHeader:
     pid = os.getpid()
-    wall = time.time_ns()
+    monotonic, wall = clock_anchors()
     return RingHeader(
         engine_id=engine_id,
         epoch=wall,
@@ -312,7 +322,7 @@ def _new_header(capacity: int, engine_id: UUID) -> RingHeader:
         pid=pid,
         pid_start=process_start(pid) or 0,
         boot_id=boot_id(),
-        anchor_monotonic_ns=time.monotonic_ns(),
+        anchor_monotonic_ns=monotonic,
         anchor_wall_ns=wall,
     )
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("inferloop.collector")
 
-MERGE_COMMITS = 60
+MERGE_COMMITS = 20
 MERGE_FILES = 20
 SMALL_FILE_BYTES = 16 << 20
 EXPIRE_S = 60.0

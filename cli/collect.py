@@ -15,7 +15,7 @@ from cli.main import app
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from capture.collector import Status
+    from capture.follower import Status
 
 STATUS_S = 10.0
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from capture import collector
+from capture.follower import Status
 from capture.lake import LakePlace
 
 
@@ -26,7 +27,7 @@ def collect(home: Path, ring_dir: Path, ready: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     told: list[int] = []
 
-    def tell(_: collector.Status) -> None:
+    def tell(_: Status) -> None:
         if not told:
             told.append(os.write(ready, b"ready\n"))
 

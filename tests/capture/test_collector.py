@@ -17,8 +17,9 @@ import duckdb
 import pytest
 
 from capture import collector as collector_module
-from capture.collector import Collector, Status
+from capture.collector import Collector
 from capture.errors import CollectorError
+from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, new_cursor, open_lake
 from capture.reader import RingReader, discover
@@ -415,6 +416,20 @@ def test_readers_query_during_ingest_without_a_lock_error(
     collect_once(place, rings)
     tokens, steps = rows(place, "SELECT (SELECT count(*) FROM tokens), count(*) FROM steps")[0]
     assert tokens == 8 * int(str(steps))
+
+
+def test_once_ends_though_the_engine_goes_on(place: LakePlace, rings: Path) -> None:
+    rings.mkdir()
+    pid = live_engine(rings, 60)
+    try:
+        while not discover(rings):
+            time.sleep(0.01)
+        thread = threading.Thread(target=collect_once, args=(place, rings), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        kill(pid)
 
 
 def test_sigterm_drains(place: LakePlace, rings: Path, tmp_path: Path) -> None:
