@@ -6,6 +6,7 @@ requests: block tables and slots come with each step.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -39,6 +40,8 @@ from kernels.cpu_step import (
     tokens_per_tile,
 )
 from kernels.cpu_threads import Team
+
+log = logging.getLogger(__name__)
 
 MAX_TOKENS = 512
 """Tokens that go through the layers at once; larger steps are cut, which changes no result."""
@@ -90,7 +93,9 @@ def load_model(
         max_model_len=max_len,
         threads=threads,
     )
+    began = time.monotonic()
     runner.warm_up()
+    log.info("kernels ready after %.1f s", time.monotonic() - began)
     info = {
         **_describe(file, config),
         "weights": weights,

@@ -24,7 +24,7 @@ from kernels.cpu_matmul import (
     quantize_int8,
 )
 from kernels.cpu_memory import LINE, aligned_zeros
-from kernels.cpu_step import DOWN, GATE_UP, OUTPUT, QKV, Weights
+from kernels.cpu_step import DOWN, GATE_UP, HEAD, OUTPUT, QKV, Weights
 
 WeightFormat = Literal["int8", "int4", "fp32"]
 KINDS: dict[WeightFormat, int] = {"fp32": FLOAT32, "int8": INT8, "int4": INT4}
@@ -76,7 +76,7 @@ def pack_weights(
             norms[2 * layer + i] = tensor.dequantize()
     norms[-1] = file.tensor("output_norm.weight", (config.dim,)).dequantize()
     head_kind = head_format(kind)
-    linears[-1, 0] = packer.add([head_tensor(file, config)], head_kind)
+    linears[-1, HEAD] = packer.add([head_tensor(file, config)], head_kind)
     factors = None
     if "rope_freqs.weight" in file.tensors:
         factors = file.tensor("rope_freqs.weight", (config.head_dim // 2,)).dequantize()

@@ -18,8 +18,15 @@ from kernels.cpu_math import exp32, prepare_row, rms_norm, rotate, swiglu
 from kernels.cpu_matmul import Activations, matmul
 from kernels.cpu_threads import barrier, next_item, share
 
-QKV, OUTPUT, GATE_UP, DOWN = 0, 1, 2, 3
+# np.int64, here and below: Numba compiles a function anew for every literal int it is given.
+QKV, OUTPUT, GATE_UP, DOWN = (np.int64(i) for i in range(4))
 """Order of a layer's matrices in Weights.linears."""
+
+HEAD = np.int64(0)
+"""Place of the output head in the last entry of Weights.linears."""
+
+STORE, ADD = np.int64(0), np.int64(1)
+"""What a product does with its output: replace it, or add to the residual stream."""
 
 _ZERO = np.float32(0.0)
 
@@ -196,7 +203,7 @@ def run_layers(thread, threads, sync, weights, shape, cache, tokens, buffers):
         norm = weights.norms[2 * layer]
         _normed(thread, threads, kind, hidden, n, norm, weights.epsilon, buffers)
         phase = barrier(sync, threads, phase)
-        _linear(thread, threads, weights, layer, QKV, buffers.x, n, buffers.qkv, 0)
+        _linear(thread, threads, weights, layer, QKV, buffers.x, n, buffers.qkv, STORE)
         phase = barrier(sync, threads, phase)
         _write_kv(thread, threads, weights, shape, cache, layer, tokens, buffers.qkv)
         phase = barrier(sync, threads, phase)
@@ -205,16 +212,16 @@ def run_layers(thread, threads, sync, weights, shape, cache, tokens, buffers):
         for t in range(first, last):
             prepare_row(kind, buffers.attention[t], buffers.x, t)
         phase = barrier(sync, threads, phase)
-        _linear(thread, threads, weights, layer, OUTPUT, buffers.x, n, hidden, 1)
+        _linear(thread, threads, weights, layer, OUTPUT, buffers.x, n, hidden, ADD)
         phase = barrier(sync, threads, phase)
         norm = weights.norms[2 * layer + 1]
         _normed(thread, threads, kind, hidden, n, norm, weights.epsilon, buffers)
         phase = barrier(sync, threads, phase)
-        _linear(thread, threads, weights, layer, GATE_UP, buffers.x, n, buffers.gate_up, 0)
+        _linear(thread, threads, weights, layer, GATE_UP, buffers.x, n, buffers.gate_up, STORE)
         phase = barrier(sync, threads, phase)
         _activated(thread, threads, kind, n, shape.ffn, buffers)
         phase = barrier(sync, threads, phase)
-        _linear(thread, threads, weights, layer, DOWN, buffers.x, n, hidden, 1)
+        _linear(thread, threads, weights, layer, DOWN, buffers.x, n, hidden, ADD)
         phase = barrier(sync, threads, phase)
 
 
@@ -253,7 +260,7 @@ def run_head(thread, threads, sync, weights, shape, hidden, rows, buffers, logit
     norm = weights.norms[2 * layer]
     _normed(thread, threads, weights.head_kind, hidden, rows, norm, weights.epsilon, buffers)
     phase = barrier(sync, threads, 1)
-    _linear(thread, threads, weights, layer, 0, buffers.x, rows, logits, 0)
+    _linear(thread, threads, weights, layer, HEAD, buffers.x, rows, logits, STORE)
     phase = barrier(sync, threads, phase)
     first, last = share(rows, thread, threads)
     for t in range(first, last):
