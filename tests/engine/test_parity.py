@@ -16,12 +16,15 @@ pytestmark = pytest.mark.model
 
 TEXT = (
     "The capital of France is Paris. In 1969, 中文 text and an emoji 😀 followed;"
-    " def add(a, b): return a + b\n\nThe sum of 12 and 30 is"
+    " def add(a, b): return a + b\n\nThe sum of 12 and 30 is 42, and a sentence that goes on long"
+    " enough fills several blocks of the cache: the quick brown fox jumps over the lazy dog while"
+    " rain falls on the hills, the rivers rise, and the town below prepares for a wet weekend."
+    " Water boils at 100 degrees Celsius at sea level; on a mountain it boils sooner, because"
 )
 
-# Relative RMS error of the centred logits and agreement of the argmax, measured on TEXT and
-# stated with some room: float32 2e-6, INT8 0.10, INT4 0.04 (its weights are the file's own).
-STATED = {"fp32": (1e-3, 1.0), "int8": (0.15, 0.8), "int4": (0.08, 0.85)}
+# Relative RMS error of the centred logits, and agreement of the argmax: what is stated of each
+# format. Measured on TEXT: float32 3e-6 and 1, INT8 0.062 and 0.95, INT4 0.044 and 0.98.
+STATED = {"fp32": (1e-3, 1.0), "int8": (0.09, 0.85), "int4": (0.06, 0.9)}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def test_logits_match_transformers(
 ) -> None:
     model = real_model(weights)
     ids = model.tokenizer.encode(TEXT)
-    ours = all_logprobs(model.runner, ids, [7, 3, 1, 9, 4])
+    ours = all_logprobs(model.runner, ids, [(7 * i) % 31 for i in range(31)])
     expected = reference(ids)
     error, agreement = STATED[weights]
     centred = expected - expected.mean(axis=1, keepdims=True)
