@@ -30,10 +30,15 @@ app = typer.Typer(
 )
 
 
-def run() -> None:
-    """Entry point. An error meant for the user (it has an `exit_code`) becomes one clear line."""
+def load_commands() -> None:
+    """Import every command's module, which adds it to `app`."""
     for command in COMMANDS:
         importlib.import_module(f"cli.{command}")
+
+
+def run() -> None:
+    """Entry point. An error meant for the user (it has an `exit_code`) becomes one clear line."""
+    load_commands()
     try:
         app()
     except KeyboardInterrupt:
