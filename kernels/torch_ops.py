@@ -16,6 +16,9 @@ INT4_GROUP = 32
 SMALLEST = 1e-30
 """Least largest magnitude of a quantized row, so that a row of zeros has a scale."""
 
+FINE = 254
+"""Steps of the fine number of `linear_int8` in one of the coarse: half a step is 127."""
+
 SEGMENT = 128
 """Positions of a context that are summed at once in attention; see `paged_attention`."""
 
@@ -44,20 +47,31 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def row_scales(x: Tensor) -> Tensor:
+    """What one step of INT8 is worth in each row of [n, k]: [n, 1] > 0, largest magnitude / 127."""
+    return x.abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric INT8 per row: [n, k] -> int8 [n, k] in -127..127 and scale [n, 1] > 0, with x
-    about int8 * scale."""
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
-    return (x / scale).round_().to(torch.int8), scale
+    """Symmetric INT8 per row: [n, k] -> int8 [n, k] and scale [n, 1], x about int8 * scale."""
+    scale = row_scales(x)
+    return (x / scale).round().to(torch.int8), scale
 
 
 def linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [n, k] times weight [m, k] transposed, INT8 on both sides with exact integer sums.
+    """x [n, k] times weight [m, k] transposed, with exact integer sums; float32 [n, m].
 
-    weight, scale: of `quantize_rows` over the outputs, scale flat [m]. float32 [n, m].
+    weight, scale: of `quantize_rows` over the outputs, scale flat [m]. A value of x becomes two
+    INT8 numbers, coarse + fine / FINE of its row's scale: coarse alone loses three times what the
+    weights lost, because activations have outliers.
     """
-    quants, row_scale = quantize_rows(x)
-    return torch._int_mm(quants, weight.t()) * row_scale * scale
+    row_scale = row_scales(x)
+    steps = x / row_scale
+    coarse = steps.round()
+    fine = ((steps - coarse) * FINE).round()
+    both = torch.cat([coarse, fine]).to(torch.int8)
+    sums, fine_sums = torch._int_mm(both, weight.t()).chunk(2)
+    return (sums + fine_sums / FINE) * row_scale * scale
 
 
 def pack_int4(quants: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +106,7 @@ def paged_attention(
     """Grouped-query attention of R rows with T queries each over their positions in the cache.
 
     queries: [R, T, heads, dim], scaled; query heads h * g .. h * g + g - 1 read KV head h.
-    keys, values: [kv heads, cache slots, dim]. slots: int64 [R, S], where each position lies; S
+    keys, values: [cache slots, kv heads, dim]. slots: int64 [R, S], where each position lies; S
     is a multiple of SEGMENT, and positions past a row's context repeat a slot of its own. hidden:
     bool [R, T, S], positions a query must not see; at least one is visible. Returns queries' shape.
 
@@ -101,19 +115,20 @@ def paged_attention(
     dim, and weighted values are summed in segments of equal length, one after the other. Hidden
     positions add zeros.
     """
-    rows, tokens, heads, dim = queries.shape
-    kv_heads = keys.shape[0]
-    grouped = queries.unflatten(2, (kv_heads, -1)).permute(2, 0, 1, 3, 4)
-    gathered = (cache.index_select(1, slots.flatten()) for cache in (keys, values))
-    k, v = (cache.unflatten(1, slots.shape) for cache in gathered)
-    scores = _product(grouped.flatten(2, 3), k.mT).unflatten(2, (tokens, -1))
-    scores = scores.masked_fill(hidden[:, :, None], -torch.inf).flatten(2, 3)
+    tokens, kv_heads = queries.shape[1], keys.shape[1]
+    # [R, kv heads, T * g, dim]: what reads the same keys is one matrix.
+    q = queries.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+    k, v = (
+        cache.index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2)
+        for cache in (keys, values)
+    )
+    scores = _product(q, k.mT).unflatten(2, (tokens, -1))
+    scores = scores.masked_fill(hidden[:, None, :, None], -torch.inf).flatten(2, 3)
     weights = torch.softmax(scores, dim=-1)
-    outcome = torch.zeros(kv_heads, rows, weights.shape[2], dim, dtype=v.dtype, device=v.device)
+    outcome = torch.zeros_like(q)
     for segment in zip(weights.split(SEGMENT, -1), v.split(SEGMENT, -2), strict=True):
         outcome += _product(*segment)
-    outcome = outcome.unflatten(2, (tokens, -1)).permute(1, 2, 0, 3, 4)
-    return outcome.reshape(rows, tokens, heads, dim)
+    return outcome.unflatten(2, (tokens, -1)).transpose(1, 2).reshape(queries.shape)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
