@@ -46,7 +46,6 @@ UPKEEP_LAG_SHARE = 0.1
 LAKE_RETRIES = 3  # inside one commit, about half a second; beyond that we wait and say so
 PASSING = ("locked", "disk I/O error", "disk is full", "No space left")
 STOP_PATIENCE_S = 10.0
-INLINED_ROWS = 100  # smaller inserts go into the catalog: a file each would cost more
 
 
 class Collector:
@@ -282,7 +281,8 @@ class Collector:
         """The connection, made anew after a failure."""
         if self._connection is None:
             connection = open_lake(self._place, read_only=False)
-            connection.execute(f"SET ducklake_default_data_inlining_row_limit = {INLINED_ROWS}")
+            # Rows inlined in the catalog vanish for readers while they are flushed to files.
+            connection.execute("SET ducklake_default_data_inlining_row_limit = 0")
             connection.execute(f"SET ducklake_max_retry_count = {LAKE_RETRIES}")
             self._connection = connection
         return self._connection

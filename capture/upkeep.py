@@ -43,8 +43,7 @@ class Upkeep:
 
 
 def merge(connection: duckdb.DuckDBPyConnection) -> None:
-    """Move inlined rows into files and merge a bounded number of small files."""
-    connection.execute("CALL ducklake_flush_inlined_data('lake')").fetchall()
+    """Merge a bounded number of small files. Readers see the same rows before, during and after."""
     connection.execute(
         f"CALL ducklake_merge_adjacent_files('lake', max_compacted_files => {MERGE_FILES}, "
         f"max_file_size => {SMALL_FILE_BYTES})"

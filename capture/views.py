@@ -34,14 +34,15 @@ class View:
 REQUEST_LATENCY = View(
     "request_latency",
     "A row per request with its latencies. `outcome` is its finish reason, `unfinished` while it "
-    "runs; ttft_ms and tpot_ms are NULL unless it succeeded.",
+    "runs, `engine_gone` when its engine ended first; ttft_ms and tpot_ms are NULL unless it "
+    "succeeded.",
     (
         Column("request_id", "VARCHAR", "W3C trace id, 32 hex digits"),
         Column("engine_id, slot", "", "where it ran"),
         Column("tenant, route, class_key, priority, adjustment", "", "as in requests"),
         Column("arrived_at", "TIMESTAMP", "arrival"),
         Column("prompt_tokens, cached_tokens, output_tokens", "INTEGER", "tokens"),
-        Column("outcome", "VARCHAR", "stop, length, a failure, or unfinished"),
+        Column("outcome", "VARCHAR", "stop, length, a failure, unfinished, or engine_gone"),
         Column("queue_ms", "DOUBLE", "arrival to first scheduled"),
         Column("ttft_ms", "DOUBLE", "arrival to first token"),
         Column("tpot_ms", "DOUBLE", "(last - first) / (output tokens - 1)"),
@@ -51,7 +52,7 @@ REQUEST_LATENCY = View(
     """
 SELECT r.request_id, r.engine_id, r.slot, r.tenant, r.route, r.class_key, r.priority, r.adjustment,
     r.arrived_at, r.prompt_tokens, r.cached_tokens, f.output_tokens,
-    coalesce(f.reason, 'unfinished') AS outcome,
+    coalesce(f.reason, if(gone.engine_id IS NULL, 'unfinished', 'engine_gone')) AS outcome,
     (epoch_us(f.admitted_at) - epoch_us(r.arrived_at)) / 1000 AS queue_ms,
     CASE WHEN f.reason IN ('stop', 'length')
         THEN (epoch_us(f.first_token_at) - epoch_us(r.arrived_at)) / 1000 END AS ttft_ms,
@@ -60,7 +61,11 @@ SELECT r.request_id, r.engine_id, r.slot, r.tenant, r.route, r.class_key, r.prio
             / (f.output_tokens - 1) END AS tpot_ms,
     (epoch_us(f.flushed_at) - epoch_us(f.last_token_at)) / 1000 AS sending_ms,
     (epoch_us(coalesce(f.flushed_at, f.finished_at)) - epoch_us(r.arrived_at)) / 1000 AS duration_ms
-FROM requests AS r LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
+FROM requests AS r
+LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
+LEFT JOIN (
+    SELECT DISTINCT engine_id FROM events WHERE kind IN ('engine_closed', 'engine_crashed')
+) AS gone ON gone.engine_id = r.engine_id
 """,
     "SELECT class_key, count(*) AS n, quantile_cont(ttft_ms, 0.99) AS p99_ttft_ms\n"
     "FROM request_latency GROUP BY class_key",

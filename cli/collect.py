@@ -81,6 +81,7 @@ class Progress:
         self._console = console
         self._shown_s = 0.0
         self._tokens = 0
+        self._seen: tuple[int, str | None] = (0, None)
         self._since_s = time.monotonic()
 
     def __enter__(self) -> None:
@@ -92,8 +93,11 @@ class Progress:
 
     def show(self, status: Status) -> None:
         now = time.monotonic()
-        if self._quiet or (not self._live and now - self._shown_s < STATUS_S):
+        seen = (status.frames, status.waiting_for)
+        idle = seen == self._seen or now - self._shown_s < STATUS_S
+        if self._quiet or (not self._live and idle):
             return
+        self._seen = seen
         rate = (status.tokens - self._tokens) / max(now - self._since_s, 1e-9)
         self._shown_s = self._since_s = now
         self._tokens = status.tokens
@@ -108,8 +112,9 @@ def described(status: Status) -> str:
     """The collector's state in one line."""
     if status.waiting_for is not None:
         return f"waiting for the lake: {status.waiting_for}"
+    rings = "1 ring" if status.rings == 1 else f"{status.rings} rings"
     text = (
-        f"{status.rings} rings, {status.tokens:,} tokens in {status.frames:,} frames, "
+        f"{rings}, {status.tokens:,} tokens in {status.frames:,} frames, "
         f"lost {status.lost_tokens:,} tokens, lag {status.lag_bytes >> 10:,} KiB, "
         f"commits {status.commits:,} (last {status.last_commit_s * 1000:.0f} ms, "
         f"longest {status.longest_commit_s * 1000:.0f} ms)"

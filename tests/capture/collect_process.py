@@ -2,8 +2,8 @@
 
 `python -m tests.capture.collect_process HOME RING_DIR` runs one until SIGTERM; with a number
 after it that many are started one after the other and killed at random moments (forked, so that
-they need not be imported each time). They commit far more often than the real one, so that a kill
-at any time falls near a commit.
+they need not be imported each time). They commit and merge far more often than the real one, so
+that a kill at any time falls near a commit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import threading
 import time
 from pathlib import Path
 
-from capture import collector
+from capture import collector, upkeep
 from capture.follower import Status
 from capture.lake import LakePlace
 
 
 def collect(home: Path, ring_dir: Path, ready: int) -> None:
     collector.COMMIT_S, collector.COMMIT_TOKENS = 0.02, 3000
+    upkeep.MERGE_COMMITS = 5
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     told: list[int] = []

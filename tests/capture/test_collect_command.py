@@ -55,12 +55,12 @@ def test_a_signal_drains_and_ends_cleanly(
     )
     ring = engine(tmp_path / "rings", requests=4, steps=25)
     deadline = time.monotonic() + 30
-    while "tokens" not in (line := (process.stderr or sys.stdin).readline()):
+    while "1 ring, 100 tokens" not in (line := (process.stderr or sys.stdin).readline()):
         assert time.monotonic() < deadline, line
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert "stopped: 1 rings, 100 tokens" in errors
+    assert "stopped: 1 ring, 100 tokens" in errors
     ring.close()
 
 

@@ -73,9 +73,14 @@ def test_a_whole_engine_reaches_the_lake_once(place: LakePlace, rings: Path) -> 
     for _ in range(3):
         collect_once(place, rings)
     assert ring.path.exists(), "the ring of a living engine stays"
+    write_request(TraceWriter(ring), 99)
+    collect_once(place, rings)
+    outcome = "SELECT outcome FROM request_latency WHERE slot = 99"
+    assert rows(place, outcome) == [("unfinished",)]
     ring.close()
     collect_once(place, rings)
     assert not ring.path.exists(), "a closed and drained one goes"
+    assert rows(place, outcome) == [("engine_gone",)]
     assert rows(place, "SELECT count(*), count(DISTINCT (slot, position)) FROM tokens") == [
         (350, 350)
     ]
@@ -83,7 +88,7 @@ def test_a_whole_engine_reaches_the_lake_once(place: LakePlace, rings: Path) -> 
         rows(place, f"SELECT count(*) FROM {table}")[0][0]
         for table in ("engines", "requests", "finishes", "steps", "losses")
     ]
-    assert counts == [1, 7, 7, 50, 0]
+    assert counts == [1, 8, 7, 50, 0]
     assert rows(place, "SELECT kind FROM events") == [("engine_closed",)]
     assert rows(place, "SELECT model, info->>'weights' FROM engines") == [("tiny", "int8")]
     (step,) = rows(place, "SELECT device_us, graph_bucket, forward_us FROM steps LIMIT 1")
@@ -397,9 +402,10 @@ def test_readers_query_during_ingest_without_a_lock_error(
         end = time.monotonic() + 4
         try:
             while time.monotonic() < end:
-                (count,) = cursor.execute("SELECT count(*) FROM token_gaps").fetchone() or (0,)
-                assert count >= last
-                last = count
+                row = cursor.execute("SELECT count(*) FROM token_gaps").fetchone()
+                assert row is not None
+                assert row[0] >= last, "nothing that was visible vanishes, not even while merging"
+                last = row[0]
         except (duckdb.Error, AssertionError) as error:
             errors.append(error)
 
