@@ -101,16 +101,15 @@ def _groups(batch: StepBatch, first: int, last: int, block_size: int) -> list[Gr
     share one as far as GATHERED allows, long chunks are cut after QUERIES tokens."""
     groups: list[Group] = []
     spans: list[tuple[int, int, int]] = []
-    longest = 0
-    for span in _spans(batch, first, last):
-        _, begin, end = span
-        reach = max(longest, int(batch.positions[end - 1]) + 1)
-        same = bool(spans) and end - begin == spans[-1][2] - spans[-1][1]
-        if spans and (not same or reach * (len(spans) + 1) > GATHERED):
+    tokens = reach = 0
+    for row, begin, end in _spans(batch, first, last):
+        context = int(batch.positions[end - 1]) + 1
+        reach = max(reach, context)
+        if spans and (end - begin != tokens or reach * (len(spans) + 1) > GATHERED):
             groups.append(_group(batch, spans, first, block_size))
-            spans, reach = [], int(batch.positions[end - 1]) + 1
-        spans.append(span)
-        longest = reach
+            spans, reach = [], context
+        tokens = end - begin
+        spans.append((row, begin, end))
     return [*groups, _group(batch, spans, first, block_size)]
 
 
