@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from engine.errors import EngineError
 SCHEMA = "inferloop.policy/1"
 MAX_EFFECT_LIMIT = 100
 MAX_POLICY_BYTES = 4 << 20
+MAX_ID_CHARS = 128
 
 Direction = Literal["demote_harmed"]
 Basis = Literal["expert", "machine", "operator"]
@@ -65,6 +67,11 @@ class Policy:
     def __post_init__(self) -> None:
         if not self.policy_id:
             raise PolicyError("policy_id is empty: give the policy a name")
+        if len(self.policy_id) > MAX_ID_CHARS or not self.policy_id.isprintable():
+            raise PolicyError(
+                f"policy_id has {len(self.policy_id)} characters: at most {MAX_ID_CHARS} printable "
+                "ones are allowed"
+            )
         if self.direction not in get_args(Direction):
             raise PolicyError(f"direction {self.direction!r} is not known: use 'demote_harmed'")
         if not 0 <= self.max_effect <= MAX_EFFECT_LIMIT:
@@ -162,6 +169,13 @@ def _take(raw: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any
     return value
 
 
+def _number(raw: Mapping[str, Any], name: str, where: str) -> float:
+    try:
+        return float(_take(raw, name, float, where))
+    except OverflowError as error:
+        raise PolicyError(f"{where}{name} is too large: it must be within 0..1") from error
+
+
 def _time(raw: Mapping[str, Any], name: str) -> datetime:
     text = _take(raw, name, str)
     try:
@@ -180,8 +194,8 @@ def _class_from(key: str, entry: object) -> ClassAdjustment:
     return ClassAdjustment(
         adjustment=_take(entry, "adjustment", int, where),
         labels=_take(entry, "labels", int, where),
-        score=float(_take(entry, "score", float, where)),
-        upper=float(_take(entry, "upper", float, where)),
+        score=_number(entry, "score", where),
+        upper=_number(entry, "upper", where),
         basis=_take(entry, "basis", str, where),
     )
 
@@ -277,7 +291,10 @@ class PolicyFile:
 
 
 def _read(path: Path) -> str:
-    with open(path, "rb") as file:
+    # Not blocking: opening a pipe would wait for its writer, and the engine with it.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise PolicyError("it is not a regular file")
         data = file.read(MAX_POLICY_BYTES + 1)
     if len(data) > MAX_POLICY_BYTES:
         raise PolicyError(f"the file is larger than {MAX_POLICY_BYTES} bytes")

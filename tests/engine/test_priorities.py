@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from engine.priorities import ClassAdjustment, Policy, PolicyError, PolicyFile, write_policy
+from engine.priorities import (
+    ClassAdjustment,
+    Policy,
+    PolicyChange,
+    PolicyError,
+    PolicyFile,
+    write_policy,
+)
 
 NOW = datetime(2026, 11, 29, 12, tzinfo=UTC)
 ENTRY = {"adjustment": -1, "labels": 30, "score": 0.4, "upper": 0.45, "basis": "expert"}
@@ -82,6 +91,12 @@ def test_round_trip(tmp_path: Path) -> None:
             "classes",
             {"a": {"adjustment": 1, "labels": 1, "score": 0, "upper": 2, "basis": "expert"}},
         ),
+        (
+            "classes",
+            {"a": {"adjustment": 1, "labels": 1, "score": 10**400, "upper": 0, "basis": "expert"}},
+        ),
+        ("policy_id", "half a \ud800 pair"),
+        ("policy_id", "x" * 129),
         ("surprise", 1),
     ],
 )
@@ -126,6 +141,19 @@ def test_file_is_followed_and_faults_mean_neutral_reported_once(tmp_path: Path) 
 
     path.unlink()
     assert "gone" in file.poll(NOW).reason  # type: ignore[union-attr]
+
+
+def test_pipe_in_place_of_the_file_does_not_block_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    os.mkfifo(path)
+    changes: list[PolicyChange | None] = []
+    poller = threading.Thread(target=lambda: changes.append(PolicyFile(path).poll(NOW)))
+    poller.daemon = True
+    poller.start()
+    poller.join(5)
+    assert not poller.is_alive()
+    assert changes[0] is not None
+    assert "not a regular file" in changes[0].reason
 
 
 def test_failed_write_leaves_the_old_policy(
