@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from engine.caller import Caller, RequestIds, class_key
+from engine.chat_prompt import Piece, Template, render_chat
 from engine.core import Engine
-from engine.errors import RequestAborted, RequestError, TemplateError
+from engine.errors import RequestAborted, RequestError, RequestTooLong, TemplateError
 from engine.handle import RequestHandle
 from engine.protocol import ChatBody, CompletionBody
 from engine.replies import Shape, number, shape_of
@@ -35,12 +36,6 @@ RECORDED_ALTERNATIVES = 5
 
 LARGE_TEXT = 10_000
 """A prompt of more characters is tokenized on another thread, so that streams are not held up."""
-
-
-class Template(Protocol):
-    """A model's chat template."""
-
-    def render(self, messages: list[dict[str, Any]]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,14 @@ class Exchange:
         """Render, tokenize, resolve the sampling parameters and queue the request. Raises
         `RequestError`."""
         self._body = body
+        try:
+            return await self._submit(body)
+        except RequestError as error:
+            if error.param == "prompt" and isinstance(body, ChatBody):
+                error.param = "messages"
+            raise
+
+    async def _submit(self, body: CompletionBody | ChatBody) -> Accepted:
         service, caller = self.service, self.caller
         if body.model != service.model_name:
             raise _unknown_model(body.model, service.model_name)
@@ -173,21 +176,41 @@ class Exchange:
             log.exception("the traffic record of %s was lost", self.caller.request_id)
 
     async def _tokenize(self, body: CompletionBody | ChatBody) -> list[int]:
-        if isinstance(body, ChatBody):
-            try:
-                self._rendered = self.service.template.render(_content(body)["messages"])
-            except TemplateError as error:
-                raise RequestError(str(error), param="messages") from error
-            text, special = self._rendered, True
-        elif isinstance(body.prompt, str):
-            self._rendered = body.prompt
-            text, special = body.prompt, False
-        else:
+        if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
             return body.prompt
+        pieces = self._pieces(body)
+        self._rendered = "".join(piece.text for piece in pieces)
+        self._check_size(self._rendered)
+        if len(self._rendered) <= LARGE_TEXT:
+            return self._encode(pieces)
+        return await asyncio.to_thread(self._encode, pieces)
+
+    def _pieces(self, body: CompletionBody | ChatBody) -> list[Piece]:
+        """The prompt's text; in a chat, control tokens count where the template wrote them."""
+        if isinstance(body, CompletionBody):
+            return [Piece(str(body.prompt), special=False)]
+        control_tokens = self.service.engine.tokenizer.control_tokens
+        try:
+            return render_chat(self.service.template, _content(body)["messages"], control_tokens)
+        except TemplateError as error:
+            raise RequestError(str(error), param="messages") from error
+
+    def _check_size(self, text: str) -> None:
+        """Raises `RequestTooLong` for text that no tokenizer could make fit: tokenizing megabytes
+        only to refuse them would cost seconds."""
+        engine = self.service.engine
+        tokens, longest = engine.scheduler.capacity_tokens(), engine.tokenizer.longest_token
+        size = len(text.encode())
+        if size > tokens * longest:
+            raise RequestTooLong(
+                f"the prompt has {size} bytes, more than {tokens} tokens of at most {longest} "
+                "bytes can hold: shorten it",
+                param="prompt",
+            )
+
+    def _encode(self, pieces: list[Piece]) -> list[int]:
         encode = self.service.engine.tokenizer.encode
-        if len(text) <= LARGE_TEXT:
-            return encode(text, special=special)
-        return await asyncio.to_thread(encode, text, special=special)
+        return [token for text, special in pieces for token in encode(text, special=special)]
 
     def _resolve(self, body: CompletionBody | ChatBody, *, prompt_tokens: int) -> SamplingParams:
         """Fill the defaults in. Without a limit, a chat answer may fill the context."""

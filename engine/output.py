@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ class TokenizerLike(Protocol):
 
     vocab_size: int
     eos_ids: frozenset[int]
+    control_tokens: Sequence[str]
+    longest_token: int
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 

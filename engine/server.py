@@ -21,9 +21,10 @@ from starlette.responses import Response
 
 from engine.answers import JSON, Answer, Refusal
 from engine.caller import read_caller
+from engine.chat_prompt import Template
 from engine.core import Engine
 from engine.errors import RequestError
-from engine.exchange import Endpoint, Exchange, Service, Template
+from engine.exchange import Endpoint, Exchange, Service
 from engine.fingerprint import digest_of
 from engine.protocol import ChatBody, CompletionBody, parse_body
 from engine.replies import encode

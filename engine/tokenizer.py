@@ -35,7 +35,8 @@ class Tokenizer:
     """Text <-> ids of one model.
 
     `eos_ids` end a generation; `bos_id` is None when the model wants none in front of a prompt;
-    `fingerprint` is hex over vocabulary, kinds and merges.
+    `fingerprint` is hex over vocabulary, kinds and merges. `control_tokens` are the texts that
+    `encode` recognises with `special`; `longest_token` is the most bytes that one token holds.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -62,6 +63,10 @@ class Tokenizer:
         self.bos_id = self._bos(file)
         self.eos_ids = self._eos(file, tokens)
         self._bytes = _all_token_bytes(tokens, kinds)
+        self.control_tokens = tuple(
+            token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL
+        )
+        self.longest_token = max(map(len, [*self._bytes, *map(str.encode, self.control_tokens)]))
         self._plain = _build(file, tokens, kinds, merges, pre, special=False)
         self._special = _build(file, tokens, kinds, merges, pre, special=True)
         self.fingerprint = xxhash.xxh3_128_hexdigest(
@@ -71,13 +76,14 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`.
 
-        With `special`, control tokens written in the text become their ids: for rendered chat
-        prompts only, never for text that a user typed. Bytes that the vocabulary lacks (SmolLM2:
+        With `special`, control tokens written in the text become their ids: for what a chat
+        template writes, never for text that a user typed. Bytes that the vocabulary lacks (SmolLM2:
         six control characters and lead bytes of unassigned planes) are dropped, as the model's
         own tokenizer does.
         """
         encoder = self._special if special else self._plain
-        return encoder.encode(text, add_special_tokens=False).ids
+        # Of the library's methods only those for batches let other threads run meanwhile.
+        return encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes a token stands for, b"" for a control token; they need not be whole

@@ -26,6 +26,8 @@ class ByteTokenizer:
     eos_ids = frozenset({EOS})
     bos_id: int | None = None
     fingerprint = "bytes"
+    control_tokens: tuple[str, ...] = ()
+    longest_token = 4
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return list(text.encode())
