@@ -34,14 +34,19 @@ class QueueLimits:
 
 
 def check_tokens(request: Request, vocab_size: int) -> None:
-    """Raises `RequestError` for an empty prompt and for ids that the model does not have."""
+    """Raises `RequestError` for an empty prompt and for ids that the model does not have, in the
+    prompt or as stop tokens."""
     if not request.tokens:
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-    for token in (min(request.tokens), max(request.tokens)):
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"token id {token} is not within 0..{vocab_size - 1}", param="prompt"
-            )
+    for param, ids in (
+        ("prompt", request.tokens),
+        ("stop_token_ids", request.params.stop_token_ids),
+    ):
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"token id {token} is not within 0..{vocab_size - 1}", param=param
+                )
 
 
 class Admission:

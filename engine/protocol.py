@@ -9,13 +9,23 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
 
 MAX_ALTERNATIVES = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 128
+MAX_MESSAGES = 4096
+MAX_TOP_K = 2**31 - 1
 MAX_SHOWN = 80
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -98,7 +108,11 @@ def _content(value: object) -> str:
         for part in value:
             if not isinstance(part, dict) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise ValueError(f"a content part of type {kind!r}: this model reads text only")
+                raise ValueError(
+                    f"a content part of type {_shown(kind)}: this model reads text only"
+                )
+            if unknown := part.keys() - {"type", "text"}:
+                raise ValueError(f"a content part has the unknown field {_shown(min(unknown))}")
             parts.append(_text(part.get("text")))
         return "".join(parts)
     return _text(value)
@@ -109,6 +123,16 @@ Text = Annotated[str, BeforeValidator(_text)]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: object) -> object:
+        """Stop at the first unknown field: a body can hold a million of them."""
+        if isinstance(value, dict):
+            for name in value:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError("unknown_field", "unknown", {"name": _cut(name)})
+        return value
 
 
 class StreamOptions(_Strict):
@@ -125,7 +149,7 @@ class _Generation(_Strict):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
     stop_token_ids: list[int] | None = Field(None, max_length=64)
@@ -187,7 +211,7 @@ class Message(_Strict):
 class ChatBody(_Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
@@ -264,21 +288,27 @@ def _same(value: object, neutral: object) -> bool:
 def _first_error(error: ValidationError, raw: dict[str, Any]) -> RequestError:
     """The first problem pydantic found, in words that name field, value and limit."""
     problem = error.errors(include_url=False)[0]
-    place = [part for part in problem["loc"] if not str(part).startswith("function-")]
-    name = ".".join(str(part) for part in place)
-    if problem["type"] == "extra_forbidden":
+    place = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
+    name = ".".join(place)
+    if problem["type"] == "unknown_field":
+        name = ".".join([*place, problem["ctx"]["name"]])
         message = f"unknown field {name!r}: remove it, or check its spelling"
     elif problem["type"] == "missing":
         message = f"{name} is missing"
     else:
         text = problem["msg"].removeprefix("Value error, ")
         message = f"{name} is {_shown(problem['input'])}: {text[0].lower()}{text[1:]}"
-    return RequestError(message, param=name or None)
+    return RequestError(message, param=name)
 
 
 def _shown(value: object) -> str:
     """A value for a message, cut to a readable length."""
     if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
-    text = repr(value).encode("utf-8", "replace").decode()
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    """Text at a readable length, and without what UTF-8 cannot hold."""
+    text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -46,6 +47,12 @@ BAD_TEXT: list[tuple[str, dict[str, Any], str]] = [
     ("stream_options", {"stream_options": {"include_usage": True}}, "stream"),
     ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}, "stream"),
     ("seed", {"seed": 2**64}, "seed"),
+    ("top_k", {"top_k": 2**63}, "2147483647"),
+    ("stop_token_ids", {"stop_token_ids": [260]}, "token id 260"),
+    ("stop_token_ids", {"stop_token_ids": [-1]}, "token id -1"),
+    ("prompt", {"prompt": "x" * 100_000}, "100000 bytes"),
+    ("?", {"\ud800": 1}, "unknown field '?'"),
+    ("y" * 77 + "...", {"y" * 100_000: 1}, "unknown field 'yyy"),
 ]
 BAD_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"messages": []}, "messages"),
@@ -56,6 +63,14 @@ BAD_CHAT: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "image_url",
     ),
+    (
+        "messages.0.content",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "cache": {}}]}]},
+        "unknown field 'cache'",
+    ),
+    ("messages.0.nick", {"messages": [{**HI[0], "nick": "x"}]}, "unknown field 'messages.0.nick'"),
+    ("messages", {"messages": HI * 4097}, "4096"),
+    ("messages", {"messages": [{"role": "user", "content": "x" * 600}]}, "prompt tokens"),
     ("messages.0.tool_calls", {"messages": [{**HI[0], "tool_calls": [1]}]}, "tool_calls"),
     ("tools", {"tools": [{"type": "function"}]}, "list of 1"),
     ("response_format", {"response_format": {"type": "json_object"}}, "response_format"),
@@ -79,6 +94,13 @@ def test_field_that_cannot_be_honoured_is_refused_by_name(
     assert error["param"] == param
     assert text in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_body_of_many_unknown_fields_is_refused_at_once(server: LiveServer) -> None:
+    began = time.monotonic()
+    answer = server.client.post(TEXT, json=body(**{f"field{i}": 1 for i in range(200_000)}))
+    assert answer.json()["error"]["param"] == "field0"
+    assert time.monotonic() - began < 2
 
 
 def test_neutral_values_of_other_fields_are_accepted(server: LiveServer) -> None:
