@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.tracer import StepTracer
 
 WeightFormat = Literal["int8", "int4", "fp32"]
+Kernels = Literal["compiled", "torch"]
 
 
 class ServeError(Exception):
@@ -42,6 +43,7 @@ class _Options:
     model: Path | None
     served_model_name: str | None
     weights: WeightFormat
+    kernels: Kernels
     kv_block: int
     kv_tokens: int
     max_model_len: int | None
@@ -64,6 +66,9 @@ def serve(
         str | None, typer.Option(help="name clients use; default: the file's name")
     ] = None,
     weights: Annotated[WeightFormat, typer.Option(help="how weights are held")] = "int8",
+    kernels: Annotated[
+        Kernels, typer.Option(help="compiled, or the same decoder in PyTorch (slower)")
+    ] = "compiled",
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port; 0: any free one", min=0, max=65535)] = 8000,
     kv_block: Annotated[int, typer.Option(help="tokens in a block of the KV cache")] = 16,
@@ -99,7 +104,7 @@ def serve(
 
     listener = _listen(host, port)
     options = _Options(
-        model, served_model_name, weights, kv_block, kv_tokens, max_model_len, threads,
+        model, served_model_name, weights, kernels, kv_block, kv_tokens, max_model_len, threads,
         max_running, token_budget, max_queue, max_queue_tokens, policy, mirror_share, trace,
     )  # fmt: skip
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -141,6 +146,7 @@ def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[F
     loaded = load_model(
         options.model or find_default_model(),
         weights=options.weights,
+        kernels=options.kernels,
         block_size=options.kv_block,
         kv_tokens=options.kv_tokens,
         max_model_len=options.max_model_len,
@@ -184,6 +190,7 @@ def _components(loaded: LoadedModel, options: _Options) -> dict[str, Any]:
             "max_running": options.max_running,
             "token_budget": options.token_budget,
             "threads": options.threads,
+            "kernels": loaded.info["kernels"],
         },
     )
 

@@ -52,7 +52,9 @@ def load_torch_runner(
 
 
 class TorchRunner(StepRunner[Inputs]):
-    """`engine.batch.Runner` in PyTorch, on the CPU."""
+    """`engine.batch.Runner` in PyTorch, on the CPU. `matmul`: what multiplies matrices."""
+
+    matmul = f"torch {torch.__version__}"
 
     def __init__(
         self,
