@@ -3,7 +3,7 @@
     python -m benchmarks.bench_engine_cpu --llama-python PATH
 
 Each round runs every variant once, in turn, so that a busy moment hits all alike; a figure is the
-best of the rounds. Decode: `batch` requests with 64-token prompts generate together; prefill: one
+median of the rounds, and traced over untraced the median of the rounds' ratios. Decode: `batch` requests with 64-token prompts generate together; prefill: one
 512-token prompt. Our side goes through `engine.core.Engine.submit` (scheduling, detokenization and
 delivery included), llama.cpp's through its batch interface alone: it gets the same file, threads,
 prompts and greedy choice. PATH is the Python of an environment with llama-cpp-python, built with
@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 from uuid import uuid4
 
@@ -35,6 +36,9 @@ BATCHES = (1, 4, 8)
 Measure = Callable[[int, int, int, int], dict[str, float]]
 """(batch, prompt tokens, decoded tokens, seed) -> prefill_s, decode_s."""
 
+Samples = dict[str, dict[str, list[float]]]
+LLAMA, TRACED = "llama.cpp", " traced"
+
 
 def main() -> None:
     """Measure, print, write the result file."""
@@ -42,12 +46,12 @@ def main() -> None:
     model = Path(arguments.model) if arguments.model else find_default_model()
     threads = arguments.threads or len(os.sched_getaffinity(0))
     with _peers(arguments, model, threads) as (variants, versions):
-        best = _rounds(variants, arguments.rounds)
+        samples = _rounds(variants, arguments.rounds)
     report(
         "bench_engine_cpu",
-        [_row(workload, best) for workload in next(iter(best.values()))],
-        title=f"tokens/s on {threads} threads, best of {arguments.rounds} rounds",
-        details={"model": model.name, "threads": threads, **versions, **_ratios(best)},
+        [_row(workload, samples) for workload in next(iter(samples.values()))],
+        title=f"tokens/s on {threads} threads, median of {arguments.rounds} rounds",
+        details={"model": model.name, "threads": threads, **versions, **_tracing_ratios(samples)},
     )
 
 
@@ -71,14 +75,14 @@ def _peers(
         closers: list[Callable[[], None]] = []
         for weights in arguments.weights:
             for traced in (False, True):
-                name = f"{weights}{' traced' if traced else ''}"
+                name = f"{weights}{TRACED if traced else ''}"
                 ring = Path(scratch) / f"{weights}.ring" if traced else None
                 variants[name], close = _engine(model, weights, threads, ring)
                 closers.append(close)
         versions: dict[str, Any] = {}
         if arguments.llama_python:
             peer, close, version = _llama(arguments.llama_python, model, threads)
-            variants["llama.cpp"] = peer
+            variants[LLAMA] = peer
             versions["llama_cpp_python"] = version
             closers.append(close)
         try:
@@ -177,9 +181,9 @@ def _llama(python: str, model: Path, threads: int) -> tuple[Measure, Callable[[]
     return measure, close, answer()["version"]
 
 
-def _rounds(variants: dict[str, Measure], rounds: int) -> dict[str, dict[str, float]]:
-    """Best tokens/s of each variant: "decode 1", ..., "prefill 512"."""
-    best: dict[str, dict[str, float]] = {name: {} for name in variants}
+def _rounds(variants: dict[str, Measure], rounds: int) -> Samples:
+    """Tokens/s of each variant and workload ("decode 1", ..., "prefill 512") in each round."""
+    samples: Samples = {name: {} for name in variants}
     seed = 0
     for number in range(rounds + 1):
         for batch in (*BATCHES, 0):
@@ -192,30 +196,33 @@ def _rounds(variants: dict[str, Measure], rounds: int) -> dict[str, dict[str, fl
                     seconds = measure(1, PREFILL, 0, seed)["prefill_s"]
                     key, rate = f"prefill {PREFILL}", PREFILL / seconds
                 if number:  # the first round warms up
-                    best[name][key] = max(best[name].get(key, 0.0), rate)
+                    samples[name].setdefault(key, []).append(rate)
         print(f"round {number} of {rounds}", file=sys.stderr)
-    return best
+    return samples
 
 
-def _row(workload: str, best: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """One workload: tokens/s of every variant, and our best untraced one over llama.cpp."""
+def _row(workload: str, samples: Samples) -> dict[str, Any]:
+    """One workload: median tokens/s of every variant, and our untraced ones over llama.cpp."""
     row: dict[str, Any] = {"tokens/s": workload}
-    row.update({name: round(figures[workload], 1) for name, figures in best.items()})
-    if "llama.cpp" in best:
-        ours = max(row[name] for name in best if " traced" not in name and name != "llama.cpp")
-        row["best / llama.cpp"] = round(ours / row["llama.cpp"], 2)
+    row.update({name: round(median(found[workload]), 1) for name, found in samples.items()})
+    if LLAMA in samples:
+        for name in samples:
+            if not name.endswith(TRACED) and name != LLAMA:
+                row[f"{name} / {LLAMA}"] = round(row[name] / row[LLAMA], 2)
     return row
 
 
-def _ratios(best: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Throughput traced over untraced, worst of the workloads."""
-    return {
-        f"traced_over_untraced_{name.split()[0]}": round(
-            min(figures[key] / best[name.removesuffix(" traced")][key] for key in figures), 3
-        )
-        for name, figures in best.items()
-        if name.endswith(" traced")
-    }
+def _tracing_ratios(samples: Samples) -> dict[str, float]:
+    """Throughput traced over untraced of the same round, median over rounds, by workload."""
+    ratios = {}
+    for name, found in samples.items():
+        if name.endswith(TRACED):
+            plain = samples[name.removesuffix(TRACED)]
+            for workload, rates in found.items():
+                pairs = zip(rates, plain[workload], strict=True)
+                ratio = median(traced / untraced for traced, untraced in pairs)
+                ratios[f"{name} over untraced, {workload}"] = round(ratio, 3)
+    return ratios
 
 
 if __name__ == "__main__":
