@@ -3,11 +3,12 @@
     python -m benchmarks.bench_engine_cpu --llama-python PATH
 
 Each round runs every variant once, in turn, so that a busy moment hits all alike; a figure is the
-median of the rounds, and traced over untraced the median of the rounds' ratios. Decode: `batch` requests with 64-token prompts generate together; prefill: one
-512-token prompt. Our side goes through `engine.core.Engine.submit` (scheduling, detokenization and
-delivery included), llama.cpp's through its batch interface alone: it gets the same file, threads,
-prompts and greedy choice. PATH is the Python of an environment with llama-cpp-python, built with
-CMAKE_ARGS=-DGGML_NATIVE=ON; without it that column is left out.
+median of the rounds, and traced over untraced the median of the rounds' ratios. Decode: `batch`
+requests with 64-token prompts generate together; prefill: one 512-token prompt. Our side goes
+through `engine.core.Engine.submit` (scheduling, detokenization and delivery included), llama.cpp's
+through its batch interface alone: it gets the same file, threads, prompts and greedy choice. PATH
+is the Python of an environment with llama-cpp-python, built with CMAKE_ARGS=-DGGML_NATIVE=ON;
+without it that column is left out.
 """
 
 from __future__ import annotations
