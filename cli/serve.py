@@ -239,6 +239,7 @@ def _run(application: FastAPI, listener: socket.socket, *, ready: str) -> None:
     """Serve until SIGINT or SIGTERM, say when requests can come."""
     import uvicorn
 
+    from engine.connections import PatientProtocol, bound_waits
     from engine.server import DRAIN_S
 
     class Server(uvicorn.Server):
@@ -252,10 +253,12 @@ def _run(application: FastAPI, listener: socket.socket, *, ready: str) -> None:
         log_config=None,
         log_level="warning",
         access_log=False,
+        http=PatientProtocol,
         timeout_graceful_shutdown=int(DRAIN_S),
     )
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it is done
         signal.signal(number, lambda *_: None)
+    bound_waits(listener)
     server = Server(config)
     server.run(sockets=[listener])
     if not server.started:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ class TokenizerLike(Protocol):
 
     vocab_size: int
     eos_ids: frozenset[int]
-    control_tokens: Sequence[str]
+    control_tokens: tuple[str, ...]
     longest_token: int
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...

@@ -45,6 +45,17 @@ STALLED_S = 60.0
 DRAIN_S = 30.0
 
 
+BODY_S = 60.0
+"""A request's body must be complete this long after its headers."""
+
+
+class BodyTooSlow(RequestError):
+    """The request's body did not arrive in time."""
+
+    status = 408
+    code = "body_too_slow"
+
+
 class BodyTooLarge(RequestError):
     """The request's body exceeds the server's limit."""
 
@@ -164,7 +175,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def fault(http: Request, error: Exception) -> Response:
         refusal = RequestError("the server failed on this request; its log says why")
         refusal.status, refusal.kind = 500, "server_error"
-        return Refusal(refusal)
+        answer = Refusal(refusal)
+        answer.headers["connection"] = "close"  # which uvicorn does after any fault
+        return answer
 
 
 async def _answer(
@@ -190,15 +203,21 @@ async def _answer(
 
 
 async def _read_body(http: Request) -> bytes:
-    """The whole body. Raises `BodyTooLarge`."""
+    """The whole body. Raises `BodyTooLarge` and `BodyTooSlow`."""
     parts: list[bytes] = []
     size = 0
-    async for part in http.stream():
-        size += len(part)
-        if size <= MAX_BODY_BYTES:
-            parts.append(part)
-        elif size > MAX_SWALLOWED_BYTES:
-            break
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in http.stream():
+                size += len(part)
+                if size <= MAX_BODY_BYTES:
+                    parts.append(part)
+                elif size > MAX_SWALLOWED_BYTES:
+                    break
+    except TimeoutError as error:
+        raise BodyTooSlow(
+            f"{size} bytes of the body came in {BODY_S:.0f} s, not all: send it faster"
+        ) from error
     if size > MAX_BODY_BYTES:
         raise BodyTooLarge(
             f"the body has {size} bytes or more, the limit is {MAX_BODY_BYTES}: "

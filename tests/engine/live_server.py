@@ -16,6 +16,7 @@ import uvicorn
 
 from capture.frames import TraceWriter
 from engine.admission import QueueLimits
+from engine.connections import PatientProtocol, bound_waits
 from engine.core import Engine
 from engine.metrics import EngineMetrics
 from engine.server import create_app
@@ -107,7 +108,9 @@ def live_server(runner: Any = None, **options: Any) -> Iterator[LiveServer]:
         is_mirrored=is_mirrored,
     )
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    bound_waits(listener)
+    config = uvicorn.Config(app, http=PatientProtocol, log_level="warning", lifespan="on")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
