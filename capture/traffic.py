@@ -6,9 +6,10 @@ JSON object a line. Not for writing files: that is `capture.mirror`.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SCHEMA: Literal["inferloop.traffic/1"] = "inferloop.traffic/1"
 
@@ -19,7 +20,7 @@ class Sampling(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     max_tokens: int = Field(ge=1)
-    temperature: float = Field(ge=0)
+    temperature: float = Field(ge=0, allow_inf_nan=False)
     top_p: float = Field(gt=0, le=1)
     top_k: int = Field(default=0, ge=0, description="0: no limit")
     seed: int | None = None
@@ -71,7 +72,7 @@ class TrafficRecord(BaseModel):
     request_id: str = Field(pattern=r"^[0-9a-f]{32}$", description="W3C trace id")
     conversation_id: str
     arrival: str = Field(description="UTC, ISO 8601 with microseconds")
-    arrival_ns: int = Field(description="the engine host's monotonic clock")
+    arrival_ns: int = Field(ge=-(2**63), lt=2**63, description="the engine host's monotonic clock")
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     stream: bool = False
     tenant: str
@@ -108,3 +109,9 @@ class TrafficRecord(BaseModel):
     truncated: bool = False
     redactions: dict[str, int] = {}
     dropped: str | None = None
+
+    @field_validator("arrival")
+    @classmethod
+    def _is_a_time(cls, value: str) -> str:
+        datetime.fromisoformat(value)
+        return value

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from replay import launcher
 from replay.errors import BuildError
+from replay.stream import UNREADABLE, one_line
 
 LOG_LINES = 20
 POLL_S = 0.1
@@ -59,15 +60,36 @@ class BuildSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
+        if not self.name.isprintable():
+            raise ValueError(f"name {self.name!r} has characters that cannot be printed")
         if (self.command is None) == (self.endpoint is None):
             raise ValueError("give either command or endpoint")
-        if self.command is not None and "{port}" not in self.command:
-            raise ValueError("command has no {port}: the replay chooses where the build listens")
         if self.command is not None:
-            shlex.split(self.command)
-        if self.endpoint is not None and (self.env or self.worktree or self.workdir):
-            raise ValueError("env, workdir and worktree only go with a command")
+            self._check_command(self.command)
+        if self.endpoint is not None:
+            self._check_endpoint(self.endpoint)
         return self
+
+    def _check_command(self, command: str) -> None:
+        if "{port}" not in command:
+            raise ValueError("command has no {port}: the replay chooses where the build listens")
+        shlex.split(command)
+        for text in (command, str(self.workdir), *self.env, *self.env.values()):
+            if "\x00" in text:
+                raise ValueError("a command, its workdir and its env cannot hold NUL characters")
+        wrong = [name for name in self.env if not name or "=" in name]
+        if wrong:
+            raise ValueError(f"env: {wrong[0]!r} cannot be the name of a variable")
+
+    def _check_endpoint(self, endpoint: str) -> None:
+        if self.env or self.worktree or self.workdir:
+            raise ValueError("env, workdir and worktree only go with a command")
+        try:
+            url = httpx.URL(endpoint)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"endpoint is no URL: {error}") from error
+        if not url.host or not 0 < (url.port or 80) < 65536:
+            raise ValueError(f"endpoint {endpoint!r} has no host, or a port outside 1 to 65535")
 
 
 def load_build(path: Path) -> BuildSpec:
@@ -154,6 +176,11 @@ class RunningBuild:
                     f"build {self.spec.name}: the environment variable {self.spec.api_key_env} "
                     "with its API key is not set"
                 )
+            if not (key.isascii() and key.isprintable()):
+                raise BuildError(
+                    f"build {self.spec.name}: the environment variable {self.spec.api_key_env} "
+                    "holds line breaks or other characters that no API key has"
+                )
             headers["authorization"] = f"Bearer {key}"
         return httpx.AsyncClient(
             base_url=self.base_url,
@@ -179,7 +206,7 @@ class RunningBuild:
             text = ""
         if not text:
             return "it wrote nothing"
-        tail = "\n".join(f"  | {line}" for line in text.splitlines()[-LOG_LINES:])
+        tail = "\n".join(f"  | {one_line(line)}" for line in text.splitlines()[-LOG_LINES:])
         return f"the end of {self.log}:\n{tail}"
 
     def _start(self, port: int) -> None:
@@ -225,13 +252,13 @@ class RunningBuild:
     async def _identify(self, client: httpx.AsyncClient) -> None:
         try:
             models = await _models(client)
-            self.fingerprint, self.components = await _fingerprint(client, models)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.fingerprint, self.components = await _fingerprint(client, models, self.spec.name)
+        except (httpx.HTTPError, *UNREADABLE) as error:
             raise BuildError(
                 f"build {self.spec.name} at {self.base_url} does not speak the OpenAI API: "
-                f"/v1/models: {type(error).__name__} {error}"
+                f"/v1/models: {type(error).__name__} {one_line(str(error))}"
             ) from error
-        served = [str(model.get("id")) for model in models]
+        served = [one_line(str(model.get("id"))) for model in models]
         if self.spec.model is None and not served:
             raise BuildError(f"build {self.spec.name} serves no model: set build.model")
         if self.spec.model is not None and served and self.spec.model not in served:
@@ -293,7 +320,7 @@ def _find_program(
     """The program's path: from PATH, else from beside this Python (a venv that is not active)."""
     if "/" in program:
         path = (workdir or Path.cwd()) / program
-        found = str(path) if path.exists() else None
+        found = shutil.which(path)
     else:
         beside = Path(sys.executable).parent / program
         found = shutil.which(program, path=environment.get("PATH")) or (
@@ -301,7 +328,7 @@ def _find_program(
         )
     if found is None:
         where = "" if "/" in program else " on the PATH"
-        raise BuildError(f"build {build}: there is no program {program!r}{where}")
+        raise BuildError(f"build {build}: there is no program {program!r} to execute{where}")
     return found
 
 
@@ -315,23 +342,27 @@ async def _health(client: httpx.AsyncClient) -> str:
 async def _models(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     response = await client.get("/v1/models")
     response.raise_for_status()
-    models: list[dict[str, Any]] = response.json()["data"]
-    return models
+    return [dict(model) for model in response.json()["data"]]
 
 
 async def _fingerprint(
-    client: httpx.AsyncClient, models: list[dict[str, Any]]
+    client: httpx.AsyncClient, models: list[dict[str, Any]], name: str
 ) -> tuple[str, dict[str, Any]]:
+    """The engine's own, else one over what is known of it; the name the user gave it is part of
+    that, for two servers of a model look alike from outside."""
     response = await client.get("/inferloop/build")
     if response.is_success:
         body = response.json()
-        return str(body["fingerprint"]), dict(body["components"])
+        said = dict(body["components"])
+        json.dumps(said, allow_nan=False)
+        return one_line(str(body["fingerprint"])), said
     stable = ("id", "root", "parent", "owned_by", "max_model_len", "meta")
     components: dict[str, Any] = {
-        "models": [{key: model[key] for key in stable if key in model} for model in models]
+        "name": name,
+        "models": [{key: model[key] for key in stable if key in model} for model in models],
     }
     version = await client.get("/version")
     if version.is_success and "json" in version.headers.get("content-type", ""):
         components["version"] = version.json()
-    canonical = json.dumps(components, sort_keys=True).encode()
+    canonical = json.dumps(components, sort_keys=True, allow_nan=False).encode()
     return hashlib.blake2s(canonical, digest_size=16).hexdigest(), components

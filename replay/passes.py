@@ -132,7 +132,7 @@ def _row(
         "output_token_ids": answer.token_ids,
         "logprobs": answer.logprobs,
         "margins": answer.margins,
-        "finish_reason": answer.finish_reason,
+        "finish_reason": storable(answer.finish_reason),
         "scheduled_ms": slot.scheduled_ms,
         "sent_ms": slot.sent_ms,
         "ttft_ms": answer.ttft_ms,

@@ -31,6 +31,9 @@ from replay.source import Traffic, read_traffic
 from replay.summary import latency_changes, latency_summary, pair_summary, pass_summary
 
 SHOWN_BROKEN_LINES = 20
+LONG_PASS_S = 3600.0
+"""Traffic of many hours is replayed in as many: said at the start, for the bar shows requests."""
+
 Rows = Mapping[str, Mapping[str, ReplayedRequest]]
 
 
@@ -61,7 +64,7 @@ def replay(
     then, as it is by Ctrl-C. NEW is started once before anything else, so that a build that does
     not work is found before OLD's pass was waited for.
     """
-    if speed <= 0:
+    if not speed > 0:  # NaN too
         raise RunError(f"speed {speed:g} is not above 0: 2 replays twice as fast as recorded")
     recorded = read_traffic(traffic, limit=limit)
     plan = _Plan(
@@ -75,6 +78,9 @@ def replay(
         bounds=bounds or Bounds(),
         progress=progress or (lambda what, done, total: None),
     )
+    pass_s = recorded.records[-1].offset_s / speed
+    if pass_s > LONG_PASS_S:
+        plan.progress(f"each pass takes {pass_s / 3600:.1f} h at speed {speed:g}", 0, 0)
     run_id = asyncio.run(_run(plan))
     with session_factory() as session:
         run = session.get_one(Run, run_id)

@@ -6,6 +6,7 @@ of its file is used. Not for writing what a server sees: that is `capture.mirror
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections import Counter
@@ -13,12 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
 from capture.traffic import SCHEMA, Sampling, TrafficRecord
 from replay.errors import TrafficError
+from replay.stream import one_line
 
 CLIENT_GONE = 499
 """Status of a request whose client left: nothing was wrong with it, so it is replayed in full."""
@@ -105,7 +107,8 @@ def parse_record(line: bytes) -> TrafficRecord:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(one_line(f"{place}: {message}" if place else message)) from error
 
 
 def unreplayable(record: TrafficRecord) -> str | None:
@@ -114,11 +117,9 @@ def unreplayable(record: TrafficRecord) -> str | None:
         return "failed"
     if record.truncated:
         return "truncated"
-    if record.dropped is not None or not (
-        record.messages or record.prompt or record.prompt_token_ids
-    ):
-        return "no content"
-    return None
+    chat = record.endpoint == "/v1/chat/completions"
+    content = record.messages if chat else record.prompt or record.prompt_token_ids
+    return "no content" if record.dropped is not None or not content else None
 
 
 def make_records(
@@ -207,7 +208,8 @@ class _ArrivalClock:
 
 def _traffic_files(path: Path) -> list[Path]:
     if path.is_dir():
-        files = sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.part")])
+        found = [*path.glob("*.jsonl"), *path.glob("*.jsonl.part")]
+        files = sorted(file for file in found if not file.is_dir())
         if not files:
             raise TrafficError(
                 f"{path} holds no traffic (*.jsonl): serve with `--mirror-share 1` first"
@@ -222,13 +224,24 @@ def _traffic_files(path: Path) -> list[Path]:
 
 def _lines(path: Path, digest: Any) -> Iterator[tuple[int, bytes]]:
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             for number, line in enumerate(file, start=1):
                 digest.update(line)
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    yield number, text.rstrip(b"\r\n")
     except OSError as error:
         raise TrafficError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    """The file, also when the mirror has finished (renamed) it since it was listed."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        if path.suffix != ".part":
+            raise
+        return path.with_suffix("").open("rb")
 
 
 def _nothing_to_replay(

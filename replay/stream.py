@@ -12,8 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay.diff import LARGEST_ID
+
 LARGEST_MARGIN = 1e4
 """Log-probability margins beyond it mean that the runner-up was impossible."""
+
+UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError,
+)  # fmt: skip
+"""What reading JSON of an unexpected form raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,12 @@ def parse_answer(status: int, sent_ns: int, pieces: Sequence[tuple[int, bytes]])
     parts = _Parts()
     try:
         done = _read_events(parts, pieces)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = f"unreadable answer: {type(error).__name__}: {error}"
+        if parts.error is None and not done and parts.finish_reason is None:
+            parts.error = "the stream ended before the answer was complete"
+        return _assemble(parts, status, sent_ns, duration_ms)
+    except UNREADABLE as error:
+        reason = f"unreadable answer: {type(error).__name__}: {one_line(str(error))}"
         return failed(status, reason, duration_ms=duration_ms)
-    if parts.error is None and not done and parts.finish_reason is None:
-        parts.error = "the stream ended before the answer was complete"
-    return _assemble(parts, status, sent_ns, duration_ms)
 
 
 def events(pieces: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
@@ -118,7 +125,7 @@ def _read_event(parts: _Parts, at_ns: int, event: dict[str, Any]) -> None:
     if event.get("inferloop") is not None:
         parts.detail = event["inferloop"]
     if event.get("prompt_token_ids") is not None:
-        parts.prompt_token_ids = event["prompt_token_ids"]
+        parts.prompt_token_ids = _token_ids(event["prompt_token_ids"])
     for choice in event.get("choices") or ():
         tokens = _read_choice(parts, choice)
         if tokens:
@@ -129,15 +136,16 @@ def _read_choice(parts: _Parts, choice: dict[str, Any]) -> int:
     """Add a choice's content; returns how many tokens it carried."""
     content = choice.get("delta") or choice.get("message") or choice
     text = content.get("content") or choice.get("text") or ""
-    parts.text.append(text)
+    parts.text.append(_text("content", text) or "")
     if choice.get("finish_reason") is not None:
-        parts.finish_reason = choice["finish_reason"]
+        parts.finish_reason = _text("finish_reason", choice["finish_reason"])
     if choice.get("prompt_token_ids") is not None:
-        parts.prompt_token_ids = choice["prompt_token_ids"]
+        parts.prompt_token_ids = _token_ids(choice["prompt_token_ids"])
     counted = _read_logprobs(parts, choice.get("logprobs"))
     if choice.get("token_ids") is not None:
-        parts.token_ids = (parts.token_ids or []) + choice["token_ids"]
-        return len(choice["token_ids"])
+        token_ids = _token_ids(choice["token_ids"])
+        parts.token_ids = (parts.token_ids or []) + token_ids
+        return len(token_ids)
     return counted if counted is not None else int(bool(text))
 
 
@@ -183,15 +191,37 @@ def _assemble(parts: _Parts, status: int, sent_ns: int, duration_ms: float) -> A
         itl_ms=itl_ms if succeeded else None,
         text="".join(parts.text),
         token_ids=parts.token_ids,
-        prompt_token_ids=parts.prompt_token_ids or detail.get("prompt_token_ids"),
+        prompt_token_ids=parts.prompt_token_ids,
         logprobs=parts.logprobs,
         margins=margins,
         finish_reason=parts.finish_reason,
-        rendered_prompt=detail.get("rendered_prompt"),
-        sampling=detail.get("sampling"),
-        class_key=detail.get("class_key"),
+        rendered_prompt=_text("rendered_prompt", detail.get("rendered_prompt")),
+        sampling=_parameters(detail.get("sampling")),
+        class_key=_text("class_key", detail.get("class_key")),
         detailed=parts.detail is not None,
     )
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r:.40}, not a text")
+    return value
+
+
+def _token_ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(
+        type(item) is int and 0 <= item <= LARGEST_ID for item in value
+    ):
+        raise TypeError(f"{value!r:.40} are not token ids")
+    return value
+
+
+def _parameters(value: Any) -> dict[str, Any] | None:
+    """Sampling parameters, free of numbers that JSON (and so a database) cannot hold."""
+    if value is not None and not isinstance(value, dict):
+        raise TypeError(f"sampling is {value!r:.40}, not an object")
+    json.dumps(value, allow_nan=False)
+    return value
 
 
 def _latencies(
@@ -225,4 +255,11 @@ def error_message(body: bytes) -> str:
         message = error if isinstance(error, str) else json.dumps(error)
     except ValueError:
         message = body.decode("utf-8", "replace")
-    return " ".join(message.split())[:500] or "no message"
+    except RecursionError:
+        message = "an error nested too deeply to be read"
+    return one_line(message)[:500] or "no message"
+
+
+def one_line(text: str) -> str:
+    """A server's words on one line, without what could drive the terminal they are printed on."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from replay.builds import BuildSpec, RunningBuild, free_port, load_build
@@ -50,6 +51,12 @@ def start(spec: BuildSpec, tmp_path: Path) -> RunningBuild:
         ("[build]\ncommand = 's {port}'\nenv = {A = 1}", r"build\.env\.A: "),
         ("[build]\ncommand = 's {port}'\ncomand = 'x'", r"build\.comand: "),
         ("[build]\ncommand = 'serve \"a {port}'", "build: No closing quotation"),
+        ("[build]\nendpoint = 'http://h:99999'", "a port outside 1 to 65535"),
+        ("[build]\nendpoint = 'http://[::1'", "endpoint is no URL"),
+        ("[build]\nendpoint = 'http://'", "has no host"),
+        ("[build]\nname = \"a\\u001b\"\nendpoint = 'http://h'", "cannot be printed"),
+        ('[build]\ncommand = "s {port} \\u0000"', "cannot hold NUL"),
+        ("[build]\ncommand = 's {port}'\nenv = {'A=B' = '1'}", "'A=B' cannot be the name"),
         ("[builds]\n", "unknown key builds"),
         ("", r"no table \[build\]"),
         ("[build", "is not TOML"),
@@ -82,10 +89,53 @@ def test_a_build_that_ends_at_once_shows_its_last_words(tmp_path: Path) -> None:
     assert time.monotonic() - began < 20
 
 
-@pytest.mark.parametrize("program", ["surely-no-such-program", "/nowhere/serve", "./serve"])
+@pytest.mark.parametrize("program", ["surely-no-such-program", "/nowhere/serve", "./serve", "/etc"])
 def test_a_missing_program_is_said(tmp_path: Path, program: str) -> None:
     with pytest.raises(BuildError, match=f"build b: there is no program '{program}'"):
         start(BuildSpec(name="b", command=f"{program} {{port}}"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (b'{"data": ["x"]}', "does not speak the OpenAI API"),
+        (b"[" * 100_000, "does not speak the OpenAI API"),
+        (b'{"data": [{"id": "m", "meta": NaN}]}', "does not speak the OpenAI API"),
+        (b'{"data": [{"id": "\\u001b[31m"}]}', "serves \ufffd\\[31m, not toy"),
+    ],
+)
+def test_odd_answers_about_models_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes, problem: str
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = request.url.path in ("/health", "/v1/models")
+        return httpx.Response(200 if found else 404, content=model)
+
+    build = RunningBuild(
+        BuildSpec(name="b", endpoint="http://127.0.0.1", model="toy"), log=tmp_path / "log"
+    )
+
+    def client(timeout: httpx.Timeout) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=build.base_url, timeout=timeout, transport=httpx.MockTransport(answer)
+        )
+
+    monkeypatch.setattr(build, "open_http", client)
+
+    async def enter() -> None:
+        async with build:
+            pass
+
+    with pytest.raises(BuildError, match=problem):
+        asyncio.run(enter())
+
+
+def test_a_log_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    program = r"print('\\33[31mred'); raise SystemExit(3)"
+    spec = BuildSpec(name="b", command=f'{sys.executable} -c "{program}" {{port}}')
+    with pytest.raises(BuildError, match="red") as caught:
+        start(spec, tmp_path)
+    assert "\x1b" not in str(caught.value)
 
 
 def test_a_silent_endpoint_times_out_with_the_reason(tmp_path: Path) -> None:
@@ -107,6 +157,10 @@ def test_an_endpoint_gets_its_key_from_the_environment(
     monkeypatch.setenv("TOY_KEY", "wrong")
     with pytest.raises(BuildError, match="status 401"):
         start(spec, tmp_path)
+    monkeypatch.setenv("TOY_KEY", "letmein\n")
+    with pytest.raises(BuildError, match="variable TOY_KEY holds") as caught:
+        start(spec, tmp_path)
+    assert "letmein" not in str(caught.value)
     monkeypatch.delenv("TOY_KEY")
     with pytest.raises(BuildError, match="variable TOY_KEY"):
         start(spec, tmp_path)
@@ -123,8 +177,10 @@ def test_fingerprints_come_from_the_build_or_its_models(tmp_path: Path, toys: To
     assert (plain.fingerprint, plain.components) == ("toy-plain", {"faults": []})
     foreign = start(toys("foreign"), tmp_path)
     assert len(foreign.fingerprint) == 32
-    assert foreign.components == {"models": [{"id": "toy"}]}
+    assert foreign.components == {"name": "foreign", "models": [{"id": "toy"}]}
     assert start(toys("foreign"), tmp_path).fingerprint == foreign.fingerprint
+    twin = toys("foreign").model_copy(update={"name": "twin"})
+    assert start(twin, tmp_path).fingerprint != foreign.fingerprint
 
 
 def test_a_worktree_runs_another_revision_and_is_removed(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ def chunk(text: str, ids: list[int], **more: Any) -> dict[str, Any]:
     return {"choices": [choice]}
 
 
+def final(**more: Any) -> dict[str, Any]:
+    choice = {"text": "x", "token_ids": [1], "finish_reason": "stop"} | more
+    return {"choices": [choice]}
+
+
 def test_tokens_of_one_chunk_share_its_time() -> None:
     pieces = [
         (200 * MS, sse(chunk("a", [1]))),
@@ -115,6 +120,23 @@ def test_a_server_that_does_not_stream_is_read_too() -> None:
         (200, b"data: {broken\n\n", "unreadable answer"),
         (200, sse({"choices": [3]}), "unreadable answer"),
         (200, b"", "the stream ended before"),
+        (200, b"data: " + b"[" * 100_000 + b"\n\n", "unreadable answer"),
+        (500, b"[" * 100_000, "nested too deeply"),
+        (500, b'{"error": {"message": "\\u001b[31mred"}}', "\ufffd[31mred"),
+        (200, sse(final(text=5)), "content is 5"),
+        (200, sse(final(finish_reason={"a": 1})), "finish_reason is"),
+        (200, sse(final(token_ids=["a"])), "not token ids"),
+        (200, sse(final(token_ids=[-1])), "not token ids"),
+        (200, sse(final(token_ids=[True])), "not token ids"),
+        (200, sse(final(token_ids=[10**30])), "not token ids"),
+        (200, sse(final() | {"prompt_token_ids": "abc"}), "not token ids"),
+        (200, sse(final(logprobs={"token_logprobs": [10**400]})), "unreadable answer"),
+        (200, sse(final() | {"inferloop": "x"}), "unreadable answer"),
+        (200, sse(final() | {"inferloop": {"margins": 5}}), "unreadable answer"),
+        (200, sse(final() | {"inferloop": {"class_key": 5}}), "class_key is 5"),
+        (200, sse(final() | {"inferloop": {"rendered_prompt": 5}}), "rendered_prompt is 5"),
+        (200, sse(final() | {"inferloop": {"sampling": [1]}}), "sampling is"),
+        (200, sse(final() | {"inferloop": {"sampling": {"x": math.nan}}}), "unreadable answer"),
     ],
 )
 def test_failures_become_answers_with_an_error(status: int, stream: bytes, error: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,53 @@ def test_what_cannot_be_replayed_is_counted_by_reason(tmp_path: Path) -> None:
     assert found.skipped == {"repeated id": 1, "failed": 1, "truncated": 1, "no content": 2}
 
 
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"arrival": "yesterday"}, "arrival: "),
+        ({"arrival_ns": 10**400}, "arrival_ns: "),
+        ({"sampling": {"max_tokens": 1, "temperature": math.inf, "top_p": 1}}, "sampling.temp"),
+        ({"\x1b[31m": 1}, "\ufffd[31m: Extra inputs"),
+    ],
+)
+def test_odd_values_make_a_broken_line(tmp_path: Path, odd: dict[str, Any], reason: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(lines(arrived(1, 0, 0) | odd, arrived(2, 1, 1)))
+    found = read_traffic(path)
+    assert len(found.records) == 1
+    assert found.broken[0].reason.startswith(reason)
+
+
+def test_a_record_without_what_its_endpoint_needs_has_no_content(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    chat = arrived(1, 0, 0) | {"messages": None, "prompt": "hi"}
+    text = arrived(2, 0, 0) | {"endpoint": "/v1/completions", "prompt_token_ids": None}
+    path.write_text(lines(chat, text, arrived(3, 0, 0)))
+    found = read_traffic(path)
+    assert (len(found.records), found.skipped) == (1, {"no content": 2})
+
+
+def test_files_of_windows_editors_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    text = lines(arrived(1, 0, 0), arrived(2, 1, 1)).replace("\n", "\r\n")
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    found = read_traffic(path)
+    assert (len(found.records), found.broken) == (2, [])
+
+
+def test_a_file_finished_while_it_is_read_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(arrived(1, 0, 0)))
+    monkeypatch.setattr("replay.source._traffic_files", lambda path: [path / "a.jsonl.part"])
+    assert len(read_traffic(tmp_path).records) == 1
+
+
 def test_a_directory_is_read_as_one_and_limited(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(lines(arrived(3, 5, 1000), arrived(4, 9, 1004)))
     (tmp_path / "a.jsonl.part").write_text(lines(arrived(1, 4, 50), arrived(2, 8, 54)))
     (tmp_path / "other.txt").write_text("no traffic")
+    (tmp_path / "folder.jsonl").mkdir()
     found = read_traffic(tmp_path)
     assert [item.offset_s for item in found.records] == [0, 1, 4, 5]
     assert len(found.files) == 2
