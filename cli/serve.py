@@ -111,12 +111,15 @@ def serve(
     with ExitStack() as cleanup:
         cleanup.callback(listener.close)
         application, title = _build(options, Settings(), cleanup)
-        where = f"http://{host}:{listener.getsockname()[1]}"
+        address = f"[{host}]" if ":" in host else host
+        where = f"http://{address}:{listener.getsockname()[1]}"
         _run(application, listener, ready=f"inferloop: serving {title} on {where}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Take the port first: loading a model only to find it in use would waste a minute."""
+    if not host:  # the system would take it for all addresses
+        raise ServeError("--host is empty: give an address, 0.0.0.0 for all of this machine's")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -135,23 +138,13 @@ def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[F
     from engine.admission import QueueLimits
     from engine.core import Engine
     from engine.fingerprint import digest_of
-    from engine.gguf import find_default_model
     from engine.metrics import EngineMetrics
-    from engine.runner import load_model
     from engine.server import create_app
     from engine.step import Limits
 
     limits = Limits(options.max_running, options.token_budget)
     queue_limits = QueueLimits(options.max_queue, options.max_queue_tokens)
-    loaded = load_model(
-        options.model or find_default_model(),
-        weights=options.weights,
-        kernels=options.kernels,
-        block_size=options.kv_block,
-        kv_tokens=options.kv_tokens,
-        max_model_len=options.max_model_len,
-        threads=options.threads,
-    )
+    loaded = _load(options)
     name = options.served_model_name or str(loaded.info["name"])
     components = _components(loaded, options)
     info = {"fingerprint": digest_of(components), "model": name, **components}
@@ -174,6 +167,30 @@ def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[F
         is_mirrored=is_mirrored,
     )
     return application, f"{name} ({options.weights}, build {digest_of(components)[:12]})"
+
+
+def _load(options: _Options) -> LoadedModel:
+    from engine.gguf import find_default_model
+    from engine.runner import load_model
+
+    name = options.served_model_name
+    if name is not None and not (name and name.isprintable()):
+        raise ServeError(f"--served-model-name is {name!r}: give printable characters")
+    try:
+        return load_model(
+            options.model or find_default_model(),
+            weights=options.weights,
+            kernels=options.kernels,
+            block_size=options.kv_block,
+            kv_tokens=options.kv_tokens,
+            max_model_len=options.max_model_len,
+            threads=options.threads,
+        )
+    except MemoryError as error:
+        raise ServeError(
+            f"no memory for the model and a KV cache of {options.kv_tokens} tokens: "
+            "lower --kv-tokens"
+        ) from error
 
 
 def _components(loaded: LoadedModel, options: _Options) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from engine.errors import EngineError
 from engine.request import Request
 
+MAX_RUNNING = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -16,8 +18,10 @@ class Limits:
     token_budget: int
 
     def __post_init__(self) -> None:
-        if self.max_running < 1:
-            raise EngineError(f"at least one request must be able to run, not {self.max_running}")
+        if not 1 <= self.max_running <= MAX_RUNNING:
+            raise EngineError(
+                f"{self.max_running} requests in the batch: the limits are 1 and {MAX_RUNNING}"
+            )
         if self.token_budget <= self.max_running:
             raise EngineError(
                 f"a token budget of {self.token_budget} leaves no room for prompts beside "

@@ -113,6 +113,9 @@ def test_port_in_use_is_one_clear_line_before_the_model_is_loaded(tmp_path: Path
         (["--model", "none.gguf"], "none.gguf"),
         (["--token-budget", "8"], "token budget of 8"),
         (["--max-queue", "0"], "queue of 0 requests"),
+        (["--max-running", "1000000000", "--token-budget", "2000000000"], "limits are 1 and 4096"),
+        (["--host", ""], "--host is empty"),
+        (["--served-model-name", ""], "--served-model-name is ''"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(
@@ -123,6 +126,12 @@ def test_what_cannot_start_says_why_in_one_line(
     assert text in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("inferloop: ")
+
+
+def test_cache_beyond_the_memory_is_one_clear_line(tmp_path: Path, model: Path) -> None:
+    result = run(tmp_path, "--port", "0", "--model", str(model), "--kv-tokens", str(10**15))
+    assert result.returncode == 1
+    assert result.stderr.startswith("inferloop: no memory for the model and a KV cache of 10000")
 
 
 def test_help_has_an_example(tmp_path: Path) -> None:
