@@ -17,7 +17,7 @@ from engine.gguf import GGUFFile
 from engine.gguf import Tensor as StoredTensor
 from engine.llama import LlamaConfig
 from engine.weights import WeightFormat, head_tensor, layer_matrices
-from engine.weights import _int4_groups as int4_groups
+from engine.weights import int4_groups as int4_groups
 from kernels.cpu_step import DOWN, GATE_UP, OUTPUT, QKV
 from kernels.torch_ops import (
     linear_int4,

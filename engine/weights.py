@@ -135,7 +135,7 @@ class _Packer:
             self.scales.append(np.pad(scale, (0, padded_columns(n) - n)))
             self._scales_used += padded_columns(n)
         else:
-            groups = zip(*(_int4_groups(t) for t in tensors), strict=True)
+            groups = zip(*(int4_groups(t) for t in tensors), strict=True)
             data = pack_int4(*(np.concatenate(part) for part in groups))
         at = self._used
         self.packed[at : at + data.size] = data
@@ -143,7 +143,7 @@ class _Packer:
         return at, scale_at, padded_columns(n), k
 
 
-def _int4_groups(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def int4_groups(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """quants uint8 [N, K/32, 32], scale and minimum float32 [N, K/32]."""
     if tensor.format.name == "Q4_1":
         blocks = tensor.data.reshape(tensor.shape[0], -1, tensor.format.block_bytes)
