@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from capture.settings import Settings
+    from engine.core import Engine
     from engine.metrics import EngineMetrics
     from engine.runner import LoadedModel
     from engine.tracer import StepTracer
+
+UNSENT_S = 5
+"""How long a shutdown waits for clients to take the last answers, after the engine has stopped."""
 
 WeightFormat = Literal["int8", "int4", "fp32"]
 Kernels = Literal["compiled", "torch"]
@@ -110,10 +114,10 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with ExitStack() as cleanup:
         cleanup.callback(listener.close)
-        application, title = _build(options, Settings(), cleanup)
+        application, engine, title = _build(options, Settings(), cleanup)
         address = f"[{host}]" if ":" in host else host
         where = f"http://{address}:{listener.getsockname()[1]}"
-        _run(application, listener, ready=f"inferloop: serving {title} on {where}")
+        _run(application, engine, listener, ready=f"inferloop: serving {title} on {where}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -133,7 +137,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ServeError(f"cannot listen on {host} port {port}: {reason}") from error
 
 
-def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[FastAPI, str]:
+def _build(
+    options: _Options, settings: Settings, cleanup: ExitStack
+) -> tuple[FastAPI, Engine, str]:
     """Model, engine, trace, mirror and server, wired; and a line that says what is served."""
     from engine.admission import QueueLimits
     from engine.core import Engine
@@ -150,23 +156,24 @@ def _build(options: _Options, settings: Settings, cleanup: ExitStack) -> tuple[F
     info = {"fingerprint": digest_of(components), "model": name, **components}
     metrics = EngineMetrics(name)
     on_request_end, is_mirrored = _mirror(options, settings, metrics, cleanup)
+    engine = Engine(
+        loaded.runner,
+        loaded.tokenizer,
+        limits=limits,
+        queue_limits=queue_limits,
+        metrics=metrics,
+        tracer=_tracer(settings, info, cleanup) if options.trace else None,
+        policy_path=options.policy or settings.policy_file,
+    )
     application = create_app(
-        Engine(
-            loaded.runner,
-            loaded.tokenizer,
-            limits=limits,
-            queue_limits=queue_limits,
-            metrics=metrics,
-            tracer=_tracer(settings, info, cleanup) if options.trace else None,
-            policy_path=options.policy or settings.policy_file,
-        ),
+        engine,
         model_name=name,
         template=loaded.template,
         fingerprint=components,
         on_request_end=on_request_end,
         is_mirrored=is_mirrored,
     )
-    return application, f"{name} ({options.weights}, build {digest_of(components)[:12]})"
+    return application, engine, f"{name} ({options.weights}, build {digest_of(components)[:12]})"
 
 
 def _load(options: _Options) -> LoadedModel:
@@ -252,7 +259,7 @@ def _mirror(
     return mirror.offer, lambda conversation: is_sampled(conversation, share, key)
 
 
-def _run(application: FastAPI, listener: socket.socket, *, ready: str) -> None:
+def _run(application: FastAPI, engine: Engine, listener: socket.socket, *, ready: str) -> None:
     """Serve until SIGINT or SIGTERM, say when requests can come."""
     import uvicorn
 
@@ -265,13 +272,17 @@ def _run(application: FastAPI, listener: socket.socket, *, ready: str) -> None:
             if self.started:
                 typer.echo(ready)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            engine.begin_stop(timeout_s=DRAIN_S)  # what does not end in time gets an answer, too
+            await super().shutdown(sockets)
+
     config = uvicorn.Config(
         application,
         log_config=None,
         log_level="warning",
         access_log=False,
         http=PatientProtocol,
-        timeout_graceful_shutdown=int(DRAIN_S),
+        timeout_graceful_shutdown=int(DRAIN_S) + UNSENT_S,
     )
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it is done
         signal.signal(number, lambda *_: None)

@@ -120,26 +120,28 @@ class Engine:
         return 0.0 if started is None else time.monotonic() - started
 
     def start(self) -> None:
-        """Start the engine's thread. An engine runs once."""
+        """Start the engine's thread, once."""
         self._accepting = True
         self._thread.start()
 
-    def stop(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
-        """Take nothing new, finish what is there (`drain`) for at most `timeout_s` seconds, abort
-        the rest, and end the thread."""
+    def begin_stop(self, *, timeout_s: float) -> None:
+        """Take nothing new from now on, finish what is there for at most `timeout_s` seconds, fail
+        the rest. Does not wait; of several calls the earliest end counts."""
         with self._lock:
             self._accepting = False
-            self._stop_at = time.monotonic() + (timeout_s if drain else 0.0)
+            self._stop_at = min(time.monotonic() + timeout_s, self._stop_at or math.inf)
+        self._inbox.put(lambda: None)
+
+    def stop(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
+        """`begin_stop`, at once without `drain`, and wait for the thread's end."""
+        self.begin_stop(timeout_s=timeout_s if drain else 0.0)
         if self._thread.is_alive():
-            self._inbox.put(lambda: None)
             self._thread.join()
 
     def submit(self, request: Request) -> RequestHandle:
         """Queue a request and return its handle, bound to the running event loop if there is one.
 
-        Raises `QueueFull`, `RequestTooLong`, `EngineUnavailable`, or `RequestError` for token ids
-        that the model does not have.
-        """
+        Raises `QueueFull`, `RequestTooLong`, `EngineUnavailable`, `RequestError` for unknown ids."""
         try:
             check_tokens(request, self.tokenizer.vocab_size)
             self.scheduler.check_fits(request)
@@ -194,10 +196,10 @@ class Engine:
         began_ns = time.monotonic_ns()
         step = self.scheduler.schedule(began_ns)
         if step is not None:
+            self._check_due = True
             self._report_decisions(step, began_ns)
             if step.rows:
                 self._run(step, began_ns)
-            self._check_due = True
         elif self._check_due and self.scheduler.idle:
             self._check_invariants()
         notify(self._touched.values())
@@ -205,9 +207,8 @@ class Engine:
         return self.failure is None
 
     def _take_commands(self, *, wait: bool) -> None:
-        timeout = self._policy.wait_s()
-        if self._stop_at is not None or self._check_due:
-            timeout = 0.0
+        busy = self._stop_at is not None or self._check_due
+        timeout = 0.0 if busy else self._policy.wait_s()
         with contextlib.suppress(queue.Empty):
             if wait:
                 self._inbox.get(timeout=timeout)()

@@ -112,3 +112,28 @@ def test_shutdown_finishes_running_streams() -> None:
         assert last["choices"][0]["finish_reason"] == "length"
         server.thread.join(10)
         assert not server.engine.alive
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_shutdown_answers_what_does_not_end_in_time(stream: bool) -> None:
+    with live_server(FakeRunner(delay_s=0.01)) as server:
+        answers: list[httpx.Response] = []
+        asker = threading.Thread(
+            target=lambda: answers.append(
+                server.client.post(TEXT, json=body(max_tokens=400, stream=stream))
+            )
+        )
+        asker.start()
+        while not server.engine.scheduler.decoding:
+            time.sleep(0.002)
+        server.engine.begin_stop(timeout_s=0.2)
+        server.engine.begin_stop(timeout_s=30)  # a later end does not put it off
+        server.uvicorn.should_exit = True
+        asker.join(5)
+        server.thread.join(5)
+        assert not server.thread.is_alive()
+    text = answers[0].text
+    assert answers[0].status_code == (200 if stream else 503)
+    assert "the engine is shutting down" in text
+    assert "engine_unavailable" in text
+    assert text.endswith("data: [DONE]\n\n") == stream
