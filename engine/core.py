@@ -141,7 +141,7 @@ class Engine:
     def submit(self, request: Request) -> RequestHandle:
         """Queue a request and return its handle, bound to the running event loop if there is one.
 
-        Raises `QueueFull`, `RequestTooLong`, `EngineUnavailable`, `RequestError` for unknown ids."""
+        Raises `QueueFull`, `RequestTooLong`, `EngineUnavailable`, `RequestError` (unknown ids)."""
         try:
             check_tokens(request, self.tokenizer.vocab_size)
             self.scheduler.check_fits(request)
@@ -387,7 +387,11 @@ class Engine:
         with self._lock:
             self._accepting = False
         self._take_commands(wait=False)
-        why = "is shutting down" if self.failure is None else f"has failed: {self.failure}"
+        why = (
+            "is shutting down: send it again"
+            if self.failure is None
+            else f"has failed: {self.failure}"
+        )
         for handle in list(self._handles.values()):
             error = EngineUnavailable(f"the engine {why}")
             if self.failure is None:
