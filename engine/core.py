@@ -161,7 +161,7 @@ class Engine:
             if self.failure is not None:
                 raise EngineUnavailable(f"the engine has failed: {self.failure}")
             if not self._accepting:
-                raise EngineUnavailable("the engine is shutting down: try another server")
+                raise EngineUnavailable("the engine is shutting down: try another")
             request.slot = self._slots
             self._admission.enter(request)
             self._slots += 1
@@ -243,12 +243,7 @@ class Engine:
         self._deliver(step, rows, batch, result, facts)
 
     def _deliver(
-        self,
-        step: Step,
-        rows: np.ndarray,
-        batch: StepBatch,
-        result: StepResult,
-        facts: StepFacts,
+        self, step: Step, rows: np.ndarray, batch: StepBatch, result: StepResult, facts: StepFacts
     ) -> None:
         """Retire a step: trace, metrics, state, then each request's new token."""
         now_ns = time.monotonic_ns()
@@ -371,8 +366,8 @@ class Engine:
     def _end(self, handle: RequestHandle, state: State, error: RequestError | None) -> None:
         """The one place where a request leaves the engine."""
         request = handle.request
-        self._handles.pop(request.slot, None)
         self.scheduler.end(request, state)
+        self._handles.pop(request.slot, None)
         self._admission.leave(request)
         self._admission.ended()
         if self._tracer is not None and not request.admitted_ns:
@@ -383,15 +378,15 @@ class Engine:
         self.metrics.ended(handle)
 
     def _shut_down(self) -> None:
-        """Answer everybody who still waits; nobody is left hanging."""
+        """Answer everybody who still waits."""
         with self._lock:
             self._accepting = False
-        self._take_commands(wait=False)
-        why = (
-            "is shutting down: send it again"
-            if self.failure is None
-            else f"has failed: {self.failure}"
-        )
+        while not self._inbox.empty():
+            try:
+                self._take_commands(wait=False)
+            except Exception:  # after a failure nothing is sure but that nobody may be left hanging
+                log.exception("a command failed while the engine was ending")
+        why = f"has failed: {self.failure}" if self.failure else "is shutting down: try another"
         for handle in list(self._handles.values()):
             error = EngineUnavailable(f"the engine {why}")
             if self.failure is None:

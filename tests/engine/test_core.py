@@ -24,6 +24,7 @@ from engine.errors import (
     RequestFailed,
     RequestTooLong,
 )
+from engine.handle import RequestHandle
 from engine.metrics import EngineMetrics
 from engine.priorities import ClassAdjustment, Policy, write_policy
 from engine.request import Request, SamplingParams
@@ -215,6 +216,31 @@ def test_abort_frees_the_blocks_within_a_step(start: Start, writer: RecordingWri
     wait_until(lambda: len(writer.of("finish")) == 1)
     assert writer.of("finish")[0]["reason"] == "abort"
     assert len(writer.events("aborted")) == 1
+
+
+def test_engine_that_fails_twice_over_still_answers_everybody(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    first = engine.submit(make("first", 400))
+    next(iter(first))
+    late: list[RequestHandle] = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    def fail_late(*_: object) -> None:
+        first.abort()
+        late.append(engine.submit(make("late")))
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine.scheduler, "end", fail)
+    monkeypatch.setattr(engine.scheduler, "schedule", fail_late)
+    wait_until(lambda: bool(late))
+    for handle in (first, *late):
+        with pytest.raises(EngineUnavailable, match="planted"):
+            list(handle)
+    wait_until(lambda: not engine.alive)
 
 
 def test_failed_step_fails_its_requests_only(start: Start) -> None:
