@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import resource
 import signal
 import socket
 from contextlib import ExitStack
@@ -287,7 +288,15 @@ def _run(application: FastAPI, engine: Engine, listener: socket.socket, *, ready
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it is done
         signal.signal(number, lambda *_: None)
     bound_waits(listener)
+    _allow_connections()
     server = Server(config)
     server.run(sockets=[listener])
     if not server.started:
         raise ServeError("the server could not start: the log above says why")
+
+
+def _allow_connections() -> None:
+    """Raise the soft limit of open files to the hard one: the queue alone may hold more
+    connections than the 1024 that many systems start with."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -111,12 +111,12 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         "max_model_len": service.engine.scheduler.capacity_tokens(),
     }
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionBody, "/v1/completions"))
     async def completions(http: Request) -> Response:
         """Continue a prompt."""
         return await _answer(service, "/v1/completions", partial(parse_body, CompletionBody), http)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody, "/v1/chat/completions"))
     async def chat_completions(http: Request) -> Response:
         """Answer a conversation."""
         return await _answer(service, "/v1/chat/completions", partial(parse_body, ChatBody), http)
@@ -236,8 +236,8 @@ def _health(engine: Engine) -> str:
     return "stalled" if engine.step_seconds > STALLED_S else "ok"
 
 
-def _body_schema(kind: type[AnyBody]) -> dict[str, Any]:
+def _body_schema(kind: type[AnyBody], path: Endpoint) -> dict[str, Any]:
     """The body's JSON schema for /docs; the body itself is read by `parse_body`."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    schema = kind.model_json_schema(ref_template=place + "/$defs/{model}")
     return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -75,6 +76,8 @@ def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -
             "weights", "tokenizer", "template", "code", "configuration", "libraries", "device",
         }  # fmt: skip
         assert build["fingerprint"].encode() in rings[0].read_bytes()
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard, "a full queue needs more connections than the usual soft limit"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     lines = [
