@@ -18,13 +18,14 @@ def upgrade() -> None:
     """
     import migrations
     from capture.settings import Settings
+    from replay.database import shown
 
     url = Settings().database
     before = migrations.current(url)
     migrations.upgrade(url)
     after = migrations.head()
     state = f"is at revision {after}" if before == after else f"upgraded to revision {after}"
-    typer.echo(f"{migrations.shown(url)} {state}")
+    typer.echo(f"{shown(url)} {state}")
 
 
 @db_app.command()
@@ -35,10 +36,11 @@ def current() -> None:
     """
     import migrations
     from capture.settings import Settings
+    from replay.database import shown
 
     url = Settings().database
     found, newest = migrations.current(url), migrations.head()
-    typer.echo(f"{migrations.shown(url)} revision {found or 'none'}, newest {newest}")
+    typer.echo(f"{shown(url)} revision {found or 'none'}, newest {newest}")
     if found != newest:
         typer.echo("run `inferloop db upgrade`", err=True)
         raise typer.Exit(1)

@@ -15,12 +15,13 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, event, inspect, make_url, text
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from replay.database import create_database_engine
+from replay.database import create_database_engine, shown
 
 Result = TypeVar("Result")
 
+BACKENDS = ("sqlite", "postgresql")
 UPGRADE_LOCK = 0x1F10_0D5C
 """Key of the PostgreSQL advisory lock that makes concurrent upgrades wait for each other."""
 
@@ -42,7 +43,7 @@ def head() -> str:
 def current(url: str) -> str | None:
     """The revision of the database at `url`; None when it has no inferloop tables yet.
 
-    Raises MigrationError when the database cannot be reached. Creates nothing.
+    Raises DatabaseError when the database cannot be reached. Creates nothing.
     """
     if _missing_sqlite_file(url):
         return None
@@ -53,12 +54,11 @@ def upgrade(url: str) -> None:
     """Bring the database at `url` to `head()`, creating it (SQLite) when it does not exist.
 
     Runs in one transaction under a lock, so that commands started together do not collide and a
-    failure leaves the database as it was. Raises MigrationError.
+    failure leaves the database as it was. Raises MigrationError or DatabaseError.
     """
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
 
     def run(connection: Connection) -> None:
-        _refuse_newer(_revision(connection), known)
+        _refuse_newer(_revision(connection))
         config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
@@ -72,21 +72,22 @@ def require_current(url: str) -> None:
 
     A SQLite database without any table is created on the spot: there is nothing to lose in it.
     """
+    if _sqlite_file(url) is None and _parse(url).get_backend_name() == "sqlite":
+        raise MigrationError(
+            f"{shown(url)} is a database in memory, which ends with the command: "
+            "give sqlite:///FILE"
+        )
     if _is_fresh_sqlite(url):
         upgrade(url)
         return
     found = current(url)
+    _refuse_newer(found)
     if found != head():
         state = "has no inferloop tables" if found is None else f"is at revision {found}"
         raise MigrationError(
             f"the database {shown(url)} {state}, this version needs {head()}: "
             "run `inferloop db upgrade`"
         )
-
-
-def shown(url: str) -> str:
-    """`url` fit for a message: without its password."""
-    return _parse(url).render_as_string(hide_password=True)
 
 
 def _config() -> Config:
@@ -96,12 +97,20 @@ def _config() -> Config:
 
 
 def _parse(url: str) -> URL:
+    """The message names no part of a URL that cannot be read: any may be its password."""
     try:
-        return make_url(url)
-    except ArgumentError as error:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError) as error:
         raise MigrationError(
-            f"{url!r} is no database URL: give sqlite:///FILE or postgresql+psycopg://..."
+            "the database URL cannot be read: give sqlite:///FILE or "
+            "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE in INFERLOOP_DATABASE_URL"
         ) from error
+    if parsed.get_backend_name() not in BACKENDS:
+        raise MigrationError(
+            f"{parsed.get_backend_name()} is not supported: give sqlite:///FILE or "
+            "postgresql+psycopg://... in INFERLOOP_DATABASE_URL"
+        )
+    return parsed
 
 
 def _sqlite_file(url: str) -> Path | None:
@@ -140,7 +149,8 @@ def _revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()
 
 
-def _refuse_newer(found: str | None, known: set[str]) -> None:
+def _refuse_newer(found: str | None) -> None:
+    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
     if found is not None and found not in known:
         raise MigrationError(
             f"the database is at revision {found}, which this version of inferloop does not know "
@@ -161,9 +171,6 @@ def _with_connection(url: str, action: Callable[[Connection], Result]) -> Result
             if engine.dialect.name == "postgresql":
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})"))
             return action(connection)
-    except OperationalError as error:
-        reason = " ".join(str(error.orig).split())
-        raise MigrationError(f"cannot open {shown(url)}: {reason}") from error
     finally:
         engine.dispose()
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, Engine, MetaData, create_engine, event
-from sqlalchemy.engine import Dialect
+from sqlalchemy import JSON, URL, DateTime, Engine, MetaData, create_engine, event, make_url
+from sqlalchemy.engine import Dialect, ExceptionContext
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 from sqlalchemy.types import TypeDecorator
+
+from replay.errors import DatabaseError
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -57,8 +60,12 @@ def now() -> datetime:
 
 
 def create_database_engine(url: str) -> Engine:
-    """An engine for `url`; SQLite gets WAL, foreign keys and a 30 s busy timeout."""
+    """An engine for `url`; SQLite gets WAL, foreign keys and a 30 s busy timeout.
+
+    What the database says no to is raised as DatabaseError, but for violated constraints.
+    """
     engine = create_engine(url, pool_pre_ping=True)
+    event.listen(engine, "handle_error", _explain)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _configure_sqlite)
     return engine
@@ -67,6 +74,22 @@ def create_database_engine(url: str) -> Engine:
 def open_sessions(url: str) -> sessionmaker[Session]:
     """Sessions on the database at `url`, whose tables must exist (`inferloop db upgrade`)."""
     return sessionmaker(create_database_engine(url), expire_on_commit=False)
+
+
+def shown(url: str | URL) -> str:
+    """`url` fit for a message: without its password."""
+    parsed = make_url(url).difference_update_query(["password", "sslpassword", "passfile"])
+    return parsed.render_as_string(hide_password=True)
+
+
+def _explain(context: ExceptionContext) -> None:
+    error = context.sqlalchemy_exception
+    if isinstance(error, IntegrityError) or context.is_pre_ping:
+        return
+    if isinstance(error, DBAPIError) or isinstance(context.original_exception, OverflowError):
+        url = "" if context.engine is None else f" {shown(context.engine.url)}"
+        reason = " ".join(str(context.original_exception).split())
+        raise DatabaseError(f"cannot use the database{url}: {reason}")
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:

@@ -19,3 +19,7 @@ class BuildError(ReplayError):
 
 class RunError(ReplayError):
     """A replay run cannot be made, or there is none with this number."""
+
+
+class DatabaseError(ReplayError):
+    """The relational database cannot be read or written: locked, full, damaged, unreachable."""

@@ -14,7 +14,8 @@ from sqlalchemy import inspect, text
 
 import evaluation.models  # noqa: F401 - registers its tables
 import migrations
-from replay.database import Base, create_database_engine, open_sessions
+from replay.database import Base, create_database_engine, open_sessions, shown
+from replay.errors import DatabaseError
 from replay.models import Build, Run
 from tests.migrations.postgres import postgres_server
 
@@ -117,21 +118,51 @@ def test_a_database_of_a_newer_version_is_left_alone(url: str) -> None:
     engine.dispose()
     with pytest.raises(migrations.MigrationError, match="upgrade inferloop"):
         migrations.upgrade(url)
-    with pytest.raises(migrations.MigrationError, match="9999"):
+    with pytest.raises(migrations.MigrationError, match=r"9999.*upgrade inferloop"):
         migrations.require_current(url)
+
+
+def test_a_file_that_is_no_database_is_said_to_be_none(tmp_path: Path) -> None:
+    path = tmp_path / "notes.sqlite"
+    path.write_text("my notes\n" * 200)
+    with pytest.raises(DatabaseError, match="not a database"):
+        migrations.require_current(f"sqlite:///{path}")
+
+
+def test_what_a_database_refuses_is_one_line_for_the_user(url: str) -> None:
+    migrations.upgrade(url)
+    sessions = open_sessions(url)
+    with sessions() as session, pytest.raises(DatabaseError, match="no_such_table"):
+        session.execute(text("SELECT 1 FROM no_such_table"))
+    with sessions() as session, pytest.raises(DatabaseError, match=r"(?i)integer") as caught:
+        session.get(Run, 10**30)
+    assert "\n" not in str(caught.value)
+    sessions.kw["bind"].dispose()
+
+
+def test_a_database_in_memory_is_refused() -> None:
+    with pytest.raises(migrations.MigrationError, match="in memory"):
+        migrations.require_current("sqlite://")
+
+
+def test_a_message_holds_no_password() -> None:
+    url = "postgresql+psycopg://me:one@host/x?password=two&host=/run"
+    assert shown(url) == "postgresql+psycopg://me:***@host/x?host=%2Frun"
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("no url", "is no database URL"),
-        ("oracle+nothing://x/y", "no driver"),
-        ("postgresql+psycopg://u:hidden-word@127.0.0.1:1/x", "cannot open"),
+        ("no url:hidden-word", "the database URL cannot be read"),
+        ("postgresql://u:hidden-word@h:port/x", "the database URL cannot be read"),
+        ("oracle+nothing://x/y", "oracle is not supported"),
+        ("postgresql+nothing://x/y", "no driver"),
+        ("postgresql+psycopg://u:hidden-word@127.0.0.1:1/x", "cannot use the database"),
         ("sqlite:////proc/nowhere/x.sqlite", "cannot create"),
     ],
 )
 def test_an_unusable_url_gives_one_clear_line(url: str, message: str) -> None:
-    with pytest.raises(migrations.MigrationError, match=message) as caught:
+    with pytest.raises((migrations.MigrationError, DatabaseError), match=message) as caught:
         migrations.upgrade(url)
     assert "\n" not in str(caught.value).strip()
     assert "hidden-word" not in str(caught.value)
