@@ -71,6 +71,7 @@ def show() -> None:
     from capture.settings import Settings
     from engine.priorities import Policy, PolicyError
     from evaluation.errors import FeedbackError
+    from evaluation.wording import visible
 
     path = Settings().policy_file
     try:
@@ -91,7 +92,7 @@ def show() -> None:
             f"{entry.upper:.3f}",
             entry.basis,
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(visible(cell)) for cell in cells))
     Console().print(table)
 
 
@@ -157,6 +158,7 @@ def _basis(text: str) -> Basis:
 
 
 def _state(policy: Policy) -> str:
+    from evaluation.wording import visible
     from replay.database import now
 
     demoted = sum(entry.adjustment < 0 for entry in policy.classes.values())
@@ -169,13 +171,15 @@ def _state(policy: Policy) -> str:
         state = f"dry run {until}: {demoted} classes would be demoted"
     else:
         state = f"in force {until}: {demoted} classes demoted by at most {policy.max_effect}"
-    return f"policy {policy.policy_id}, {state}"
+    return f"policy {visible(policy.policy_id)}, {state}"
 
 
 def _show_plan(found: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from evaluation.wording import visible
 
     table = Table("class", "decision", "adjustment", "labels", "score", "upper bound", box=None)
     for entry in found.classes:
@@ -187,5 +191,5 @@ def _show_plan(found: Plan) -> None:
             f"{entry.score.score:.3f}",
             f"{entry.score.upper:.3f}",
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(visible(cell)) for cell in cells))
     Console().print(table)

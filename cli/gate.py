@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ BROKEN = 3
 
 
 class _GateCommand(TyperCommand):
-    """A wrong command line must not end like a decision (a usage error's usual code is 2)."""
+    """Nothing but a decision may end like one: usage errors end with 2 otherwise, others with 1."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -31,12 +32,23 @@ class _GateCommand(TyperCommand):
             vars(error)["exit_code"] = BROKEN
             raise
 
+    def invoke(self, ctx: Any) -> Any:
+        from evaluation.errors import GateError
+
+        try:
+            return super().invoke(ctx)
+        except (GateError, typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            kind = "" if hasattr(error, "exit_code") else f"{type(error).__name__}: "
+            raise GateError(kind + " ".join(str(error).split())) from error
+
 
 @app.command(cls=_GateCommand)
 def gate(
     run: Annotated[int | None, typer.Argument(help="number of the run; default: newest")] = None,
     policy: Annotated[
-        Path | None, typer.Option(help="TOML file with a [gate] table; default: built in")
+        Path | None, typer.Option(help="TOML file with the table \\[gate]; default: built in")
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="write the report as Markdown")] = None,
     junit: Annotated[Path | None, typer.Option(help="write the report as JUnit XML")] = None,
@@ -54,25 +66,21 @@ def gate(
     for path, render in ((markdown, render_markdown), (junit, render_junit), (json, render_json)):
         if path is not None:
             _write(path, render(report))
-    _show(report)
+    with suppress(SystemExit):  # how rich ends a command whose output nobody reads any more
+        _show(report)
     raise typer.Exit(int(report.outcome))
 
 
 def _decide(run_id: int | None, policy: GatePolicy) -> GateReport:
     from cli.database import open_database
-    from evaluation.errors import EvaluationError, GateError
     from evaluation.gate import evaluate, record
     from evaluation.judgements import find_run
-    from migrations import MigrationError
 
-    try:
-        with open_database()() as session:
-            report = evaluate(session, find_run(session, run_id), policy)
-            record(session, report)
-            session.commit()
-            return report
-    except (EvaluationError, MigrationError) as error:
-        raise GateError(str(error)) from error
+    with open_database()() as session:
+        report = evaluate(session, find_run(session, run_id), policy)
+        record(session, report)
+        session.commit()
+        return report
 
 
 def _write(path: Path, text: str) -> None:
@@ -91,6 +99,7 @@ def _show(report: GateReport) -> None:
 
     from evaluation.criteria import Outcome
     from evaluation.report import TITLES
+    from evaluation.wording import visible
 
     colours = {
         Outcome.PASS: "green",
@@ -106,12 +115,11 @@ def _show(report: GateReport) -> None:
         table.add_row(
             Text(TITLES[item.outcome].lower(), style=colours[item.outcome]),
             Text(item.name, style="bold"),
-            Text(f"{item.value} (required: {item.bound}); {item.explanation}"),
+            Text(visible(f"{item.value} (required: {item.bound}); {item.explanation}")),
         )
     console = Console()
-    console.print(
-        Text(f"run {report.run_id}: {report.old_build} -> {report.new_build}", style="bold")
-    )
+    builds = visible(f"{report.old_build} -> {report.new_build}")
+    console.print(Text(f"run {report.run_id}: {builds}", style="bold"))
     console.print(table)
     console.print(
         Text(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import getpass
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -163,18 +164,13 @@ def export(
 
     Example: inferloop label export 3 --output labels.jsonl
     """
-    import json
-
     from cli.database import open_database
     from evaluation.errors import LabelError
     from evaluation.judgements import export as records
     from evaluation.judgements import find_run
 
     with open_database()() as session:
-        lines = [
-            json.dumps(record, ensure_ascii=False)
-            for record in records(session, find_run(session, run))
-        ]
+        lines = [_json(record) for record in records(session, find_run(session, run))]
     if output is None:
         for line in lines:
             typer.echo(line)
@@ -194,11 +190,18 @@ def _queue(run: int | None, expert: str | None) -> LabelQueue:
 
 
 def _print_pair(queue: LabelQueue) -> None:
-    import json
     from dataclasses import asdict
 
     pair = queue.next()
-    typer.echo(json.dumps(None if pair is None else asdict(pair), ensure_ascii=False, indent=2))
+    typer.echo(_json(None if pair is None else asdict(pair), indent=2))
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """JSON that people can read; control characters above ASCII, which JSON allows, are escaped."""
+    import json
+
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _judge_one(queue: LabelQueue, pair: Pair, undoable: str | None) -> tuple[bool, str | None]:
@@ -239,7 +242,7 @@ def _render(queue: LabelQueue, pair: Pair) -> RenderableType:
     progress = queue.progress()
     title = f"{queue.expert}: {progress.judged} judged, {progress.remaining} to go"
     question = Text("\n").join(
-        Text.assemble((f"{role}: ", "bold"), visible(text)) for role, text in pair.question
+        Text.assemble((f"{visible(role)}: ", "bold"), visible(text)) for role, text in pair.question
     )
     left, right = compare(pair.left.text, pair.right.text)
     answers = Table.grid(expand=True)
@@ -266,7 +269,9 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str | int, ...]]) -> Re
     from rich.table import Table
     from rich.text import Text
 
+    from evaluation.wording import visible
+
     table = Table(*header, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(visible(str(cell))) for cell in row))
     return table

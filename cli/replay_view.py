@@ -29,7 +29,7 @@ def run_view(run: Run, changed: Sequence[Diff]) -> RenderableType:
     """A run: status, arms, noise floor and changes, latencies, the list of diffs."""
     parts: list[RenderableType] = [_headline(run)]
     if run.reason:
-        parts.append(Text(f"  {run.reason}", style="red"))
+        parts.append(Text(f"  {visible(run.reason)}", style="red"))
     parts += _traffic_lines(run)
     if "arms" in run.summary:
         parts += [_arms_table(run.summary["arms"]), _noise_lines(run), _latency_table(run)]
@@ -62,7 +62,7 @@ def diff_view(diff: Diff, number: int, of: int) -> RenderableType:
         (visible(diff.class_key), "cyan"), f"  request {diff.request_id}",
     )  # fmt: skip
     parts: list[RenderableType] = [title, _prompt_panel(diff.input)]
-    parts += [Text(f"  {line}", style="yellow") for line in explanation(diff)]
+    parts += [Text(f"  {visible(line)}", style="yellow") for line in explanation(diff)]
     left, right = compare(diff.left.output_text or "", diff.right.output_text or "")
     table = Table(expand=True, show_lines=False)
     table.add_column("OLD", ratio=1)
@@ -75,7 +75,7 @@ def explanation(diff: Diff) -> list[str]:
     """What differs, stage by stage, in words."""
     detail, lines = diff.detail, []
     if "error" in detail:
-        old, new = (visible(str(side)) if side else "answered" for side in detail["error"])
+        old, new = (str(side) if side else "answered" for side in detail["error"])
         lines.append(f"OLD: {old}; NEW: {new}")
     if "prompt" in detail:
         around = [repr(side) for side in detail["prompt"]["around"]]
@@ -123,7 +123,7 @@ def _headline(run: Run) -> Text:
 
 def _traffic_lines(run: Run) -> list[Text]:
     traffic = run.summary.get("traffic") or {}
-    lines = [Text(f"  traffic: {traffic.get('requests')} requests of {run.traffic_file}")]
+    lines = [Text(f"  traffic: {traffic.get('requests')} requests of {visible(run.traffic_file)}")]
     if traffic.get("skipped"):
         counts = ", ".join(f"{count} {reason}" for reason, count in traffic["skipped"].items())
         lines.append(Text(f"  not replayed: {counts}", style="yellow"))

@@ -13,7 +13,6 @@ from typing import Any
 
 import streamlit as st
 from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
 import migrations
@@ -23,6 +22,7 @@ from evaluation.labels import LabelQueue
 from evaluation.pairs import Answer, Pair
 from evaluation.wording import Span, compare, visible
 from replay.database import open_sessions
+from replay.errors import DatabaseError
 from replay.models import Run
 
 VERDICTS = (
@@ -56,7 +56,7 @@ def page() -> None:
     try:
         sessions = _sessions(url)
         runs = _runs(sessions)
-    except (migrations.MigrationError, SQLAlchemyError) as error:
+    except (migrations.MigrationError, DatabaseError) as error:
         st.error(str(error), icon=":material/error:")
         return
     if not runs:
@@ -74,7 +74,7 @@ def page() -> None:
     try:
         queue = LabelQueue(sessions, name, run_id)
         _judge(queue)
-    except EvaluationError as error:
+    except (EvaluationError, DatabaseError) as error:
         st.error(str(error), icon=":material/error:")
 
 
@@ -227,7 +227,7 @@ def _attempt(queue: LabelQueue, action: Any, undoable: str | None) -> bool:
     state = _state(queue)
     try:
         action()
-    except LabelError as error:
+    except (LabelError, DatabaseError) as error:
         state["problem"] = str(error)
         return False
     if undoable is not None and state["undoable"] is not None:

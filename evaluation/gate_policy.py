@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from evaluation.errors import GateError
 from evaluation.statistics import Interval, beta_mixture, exact_lower, exact_upper
 
 
 class GatePolicy(BaseModel):
-    """Bounds of the gate. Every key is optional; an unknown one is an error."""
+    """Bounds of the gate. Every key is optional; an unknown one or a wrong type is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     max_harm_rate: float = Field(
         default=0.05, gt=0, lt=1, description="bound on the upper limit of the share of -1 verdicts"
@@ -27,7 +28,7 @@ class GatePolicy(BaseModel):
     min_labels: int = Field(default=30, ge=1, description="diffs with a verdict")
     min_experts: int = Field(default=1, ge=1, description="votes before a diff has a verdict")
     max_latency_ratio: float | None = Field(
-        default=1.2, gt=0, description="new / old median of TTFT and of TPOT"
+        default=1.2, gt=0, description="new / old median of TTFT and of TPOT; inf: not bounded"
     )
     max_noise: float = Field(
         default=0.1, ge=0, le=1, description="share of A/A pairs that may differ in a valid run"
@@ -35,6 +36,12 @@ class GatePolicy(BaseModel):
     accept_machine: bool = Field(
         default=False, description="a machine's label counts where experts gave no verdict"
     )
+
+    @field_validator("max_latency_ratio")
+    @classmethod
+    def _unbounded(cls, value: float | None) -> float | None:
+        """TOML has no null, and JSON (the report) no infinity."""
+        return None if value == math.inf else value
 
     @classmethod
     def load(cls, path: Path) -> GatePolicy:

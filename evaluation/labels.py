@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import random
 import secrets
+import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -42,7 +44,8 @@ MAX_COMMENT = 4000
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts for one expert in one run; hidden checks are counted like any other pair."""
+    """Counts for one expert in one run. Hidden checks, also those to come, are counted like any
+    other pair: no count moves differently when one is shown."""
 
     judged: int
     skipped: int
@@ -160,10 +163,14 @@ class LabelQueue:
             shown = sum(
                 reason is None and diff_id not in labelled for diff_id, reason in mine.items()
             )
+            changes = len(_candidates(found, set(mine)))
+            if changes or shown:
+                checks = _checks_to_come(self._block(session, expert), changes)
+                changes += min(checks, len(_fresh_checks(session, run, set(mine))))
             return Progress(
                 judged=len(labelled),
                 skipped=sum(reason is not None for reason in mine.values()),
-                remaining=len(_candidates(found, set(mine))) + shown,
+                remaining=changes + shown,
                 settled=sum(judgement.verdict(PANEL) is not None for judgement in found),
                 total=len(found),
             )
@@ -229,18 +236,22 @@ class LabelQueue:
 
     def _check_due(self, session: Session, expert: Expert) -> bool:
         """Whether the hidden check of this block falls on this pair (each place is as likely)."""
+        block = self._block(session, expert)
+        return "noise" not in block and self._random.random() < 1 / (CHECK_BLOCK - len(block))
+
+    def _block(self, session: Session, expert: Expert) -> Sequence[str]:
+        """Kinds of the pairs this expert was shown in the current block of CHECK_BLOCK."""
         shown = session.scalars(
             select(Diff.pair)
             .join(Presentation, Presentation.diff_id == Diff.id)
             .where(Presentation.expert_id == expert.id)
             .order_by(Presentation.id)
         ).all()
-        block = shown[len(shown) - len(shown) % CHECK_BLOCK :]
-        return "noise" not in block and self._random.random() < 1 / (CHECK_BLOCK - len(block))
+        return shown[len(shown) - len(shown) % CHECK_BLOCK :]
 
     def _present(self, session: Session, expert: Expert, diff: Diff) -> Presentation:
         presentation = Presentation(
-            token=secrets.token_urlsafe(16),
+            token=secrets.token_hex(16),
             diff_id=diff.id,
             expert_id=expert.id,
             new_side=self._side(session, expert, diff.pair),
@@ -272,7 +283,7 @@ class LabelQueue:
 
 def expert_named(session: Session, name: str, kind: str = "expert") -> Expert:
     """The expert of that name, created when new (flushed, not committed)."""
-    name = " ".join(name.split())
+    name = " ".join(unicodedata.normalize("NFC", name).split())
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise LabelError(f"an expert's name has 1 to {MAX_NAME} printable characters")
     query = select(Expert).where(Expert.name == name)
@@ -298,7 +309,13 @@ def _candidates(found: list[Judgement], seen: set[int]) -> list[int]:
 
 def _hidden_check(session: Session, run: Run, seen: set[int]) -> Diff | None:
     """An A/A pair this expert has not seen: one that differs if there is any."""
-    differing = session.scalars(select(Diff.id).where(*visible_noise(run))).all()
+    fresh = _fresh_checks(session, run, seen)
+    return session.get_one(Diff, fresh[0]) if fresh else None
+
+
+def _fresh_checks(session: Session, run: Run, seen: set[int]) -> list[int]:
+    """A/A pairs that can be shown and were not, those that differ first."""
+    differing = set(session.scalars(select(Diff.id).where(*visible_noise(run))))
     every = session.scalars(
         select(Diff.id)
         .join(ReplayedRequest, ReplayedRequest.id == Diff.left_id)
@@ -307,12 +324,23 @@ def _hidden_check(session: Session, run: Run, seen: set[int]) -> Diff | None:
             Diff.pair == "noise",
             ReplayedRequest.output_text.is_not(None),
         )
-    ).all()
-    for pool in (differing, every):
-        fresh = [diff_id for diff_id in pool if diff_id not in seen]
-        if fresh:
-            return session.get_one(Diff, min(fresh, key=lambda diff_id: shuffle_key(run, diff_id)))
-    return None
+    )
+    fresh = (differing | set(every)) - seen
+    return sorted(fresh, key=lambda diff_id: (diff_id not in differing, shuffle_key(run, diff_id)))
+
+
+def _checks_to_come(block: Sequence[str], changes: int) -> int:
+    """Hidden checks among the pairs still to be shown when `changes` of them are none.
+
+    One in each block, the current one included; in the last block it may not be reached, which
+    nobody can know beforehand.
+    """
+    pending = "noise" not in block and bool(changes or block)
+    pairs, room, before = changes + pending, CHECK_BLOCK - len(block), 0
+    while pairs > room:
+        before += room
+        pairs, room = pairs - room + 1, CHECK_BLOCK
+    return before + pairs - changes
 
 
 def _value(verdict: str, new_side: str) -> int:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 from evaluation.criteria import ClassResult, Criterion, Outcome, percent
 from evaluation.gate import GateReport
 from evaluation.statistics import wilson
+from evaluation.wording import visible
 
 TITLES = {
     Outcome.PASS: "PASS",
@@ -17,6 +18,7 @@ TITLES = {
     Outcome.INSUFFICIENT: "NOT ENOUGH EVIDENCE",
     Outcome.INVALID: "INVALID RUN",
 }
+PLAIN_NAME = re.compile(r"[\w./:@+-]+(?: [\w./:@+-]+)*")
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 cannot hold, not even escaped."""
 
@@ -32,14 +34,20 @@ def render_markdown(report: GateReport) -> str:
     lines = [
         f"# Release gate: {TITLES[report.outcome]}",
         "",
-        f"Run {report.run_id}: `{_cell(report.old_build)}` -> `{_cell(report.new_build)}`, "
+        f"Run {report.run_id}: {_code(report.old_build)} -> {_code(report.new_build)}, "
         f"{sum(report.kinds.values())} requests, decided {report.decided_at:%Y-%m-%d %H:%M} UTC, "
         f"exit code {int(report.outcome)}.",
         "",
         *_table(
             ("criterion", "result", "found", "required", "why"),
             [
-                (item.name, TITLES[item.outcome].lower(), item.value, item.bound, item.explanation)
+                (
+                    item.name,
+                    TITLES[item.outcome].lower(),
+                    _text(item.value),
+                    item.bound,
+                    _text(item.explanation),
+                )
                 for item in report.criteria
             ],
         ),
@@ -122,7 +130,7 @@ def _classes(report: GateReport) -> list[str]:
         harm = f"{percent(lower)} to {percent(upper)}" if counts.judged else "-"
         rows.append(
             (
-                f"`{found.class_key}`",
+                _code(found.class_key),
                 TITLES[found.outcome].lower(),
                 str(counts.diffs),
                 str(counts.judged),
@@ -144,7 +152,7 @@ def _experts(report: GateReport) -> list[str]:
         limits = "-"
         if expert.hidden_pairs:
             limits = f"{percent(expert.interval.lower)} to {percent(expert.interval.upper)}"
-        rows.append((expert.name, str(expert.labels), alarms, limits))
+        rows.append((_text(expert.name), str(expert.labels), alarms, limits))
     header = ("expert", "labels", "false alarms on hidden A/A pairs", "95 % interval")
     return ["## Experts", "", *_table(header, rows), ""]
 
@@ -161,12 +169,19 @@ def _kinds(report: GateReport) -> list[str]:
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
     return lines
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+def _text(text: str) -> str:
+    """Text on one line that can neither leave its table cell nor become a link, image or tag."""
+    escaped = re.sub(r"[\\|\[]", r"\\\g<0>", " ".join(visible(text).split()))
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", escaped)
+
+
+def _code(name: str) -> str:
+    """A name as code where that is safe: names come from request headers."""
+    return f"`{name}`" if PLAIN_NAME.fullmatch(name) else _text(name)
 
 
 def _xml(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,11 +15,13 @@ from sqlalchemy.orm import Session, sessionmaker
 
 import cli.feedback
 import cli.gate
-import cli.label  # noqa: F401 - registers its commands
+import cli.label
+import cli.replay  # noqa: F401 - registers its commands
 from cli.main import run
 from engine.priorities import Policy
 from evaluation.models import Decision, Label
 from replay.database import create_database_engine
+from replay.models import Diff, Run
 from tests.evaluation.factory import CLASS, NEW_NAME, OLD_NAME, add_run, label
 
 Sessions = sessionmaker[Session]
@@ -82,6 +86,7 @@ def test_gate_writes_its_reports(inferloop, sessions: Sessions, tmp_path: Path) 
         (("gate", "--markdown", "no/such/dir.md"), "cannot write the report"),
         (("gate", "--bogus"), "No such option"),
         (("gate", "three"), "Invalid value for 'run'"),
+        (("gate", "9" * 30), "cannot use the database"),
     ],
 )
 def test_a_gate_that_cannot_decide_exits_with_3(
@@ -93,6 +98,62 @@ def test_a_gate_that_cannot_decide_exits_with_3(
     assert message in out + err
 
 
+def test_a_gate_that_breaks_exits_with_3_in_one_line(
+    inferloop, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = add_run(sessions)
+    with sessions() as session:
+        session.get_one(Run, run_id).summary = {"latency": [{"metric": "ttft_ms"}]}
+        session.commit()
+    code, _, err = inferloop("gate")
+    assert (code, err) == (3, "inferloop: KeyError: 'old'\n")
+    monkeypatch.setenv("INFERLOOP_MIRROR_SHARE", "much")
+    code, _, err = inferloop("gate")
+    assert (code, len(err.splitlines())) == (3, 1)
+
+
+def test_a_reader_who_leaves_does_not_change_the_decision(
+    sessions: Sessions, tmp_path: Path
+) -> None:
+    add_run(sessions)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "gate"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"INFERLOOP_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == 2
+
+
+def test_nothing_recorded_can_drive_the_terminal(
+    inferloop, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "\x1b]0;owned\x07\x9b31m[red]x[/red]"
+    run_id = add_run(sessions, classes=[f"t{evil}/r/-"] * 20)
+    with sessions() as session:
+        run = session.get_one(Run, run_id)
+        run.traffic_file, run.reason = f"t{evil}", evil
+        for diff in session.scalars(select(Diff)):
+            diff.input = {"messages": [{"role": f"user{evil}", "content": evil}]}
+            diff.detail = {"finish_reason": [evil, evil], "error": [evil, None]}
+            diff.left.output_text, diff.right.output_text = evil, f"{evil}."
+        session.commit()
+    label(sessions, run_id, [-1] * 20)
+    monkeypatch.setattr("typer.prompt", lambda *args, **kwargs: "q")
+    for command in (
+        ("replay", "show"), ("replay", "show", "--diff", "1"), ("replay", "list"),
+        ("label", "next", "--expert", "bob"), ("label", "next", "--json"), ("label", "list"),
+        ("label", "export"), ("gate",), ("feedback", "publish"), ("feedback", "show"),
+    ):  # fmt: skip
+        _, out, err = inferloop(*command)
+        assert out or command[-1] == "export"
+        assert not {"\x1b", "\x07", "\x9b"} & set(out + err), command
+        if command in (("label", "list"), ("feedback", "publish"), ("replay", "show")):
+            assert "[red]" in out
+
+
 def test_a_foreign_schema_is_refused_and_a_fresh_database_made(inferloop, tmp_path: Path) -> None:
     code, _, err = inferloop("gate")
     assert (code, "no run yet" in err) == (3, True)
@@ -102,7 +163,7 @@ def test_a_foreign_schema_is_refused_and_a_fresh_database_made(inferloop, tmp_pa
     for command in (("label", "list"), ("feedback", "publish"), ("gate",)):
         code, _, err = inferloop(*command)
         assert code in (1, 3)
-        assert "inferloop db upgrade" in err
+        assert "upgrade inferloop" in err
         assert len(err.splitlines()) == 1
 
 

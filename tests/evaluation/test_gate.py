@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -252,8 +253,21 @@ def test_markdown_says_the_decision_first_and_escapes_tables(sessions: sessionma
     text = render_markdown(decide(sessions))
     assert text.startswith("# Release gate: NOT ENOUGH EVIDENCE\n")
     assert "19 more harm-free labels needed" in text
-    assert "`a\\|b/chat/-`" in text
+    assert "| a\\|b/chat/- | not enough" in text
     assert "## Experts" in text
+
+
+def test_markdown_takes_no_markup_from_names(sessions: sessionmaker) -> None:
+    names = ["`|`|b", "a\\|b", "![x](http://h/y.png)", "<img src=x>/r", "a\n# b/r", "\x1b[31m/r"]
+    run_id = add_run(sessions, classes=[*names, CLASS])
+    label(sessions, run_id, [-1] * 7, expert="[ann](http://h)")
+    text = render_markdown(decide(sessions, GatePolicy(max_harm_rate=0.01)))
+    assert text.count(f"`{CLASS}`") == 1
+    assert not re.search(r"(?<!\\)\[|<img|\n# b|\x1b", text)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [len(re.findall(r"(?:\\.|[^|\\])+", row.strip("|"))) for row in rows]
+    assert set(cells[:9]) == {5}
+    assert set(cells[9:18]) == {6}
 
 
 @pytest.mark.parametrize(
@@ -263,6 +277,10 @@ def test_markdown_says_the_decision_first_and_escapes_tables(sessions: sessionma
         ("[gate]\nmax_harm = 0.1", "max_harm = 0.1"),
         ("[gate]\ninterval = 'wald'", "interval = 'wald'"),
         ("max_harm_rate = 0.1", r"exactly one table, \[gate\]"),
+        ("[gate]\nmin_labels = true", "min_labels = True"),
+        ("[gate]\nmin_labels = '30'", "min_labels = '30'"),
+        ("[gate]\naccept_machine = 'no'", "accept_machine = 'no'"),
+        ("[gate]\nmax_latency_ratio = nan", "max_latency_ratio = nan"),
         ("[gate", "is not TOML"),
     ],
 )
@@ -278,6 +296,7 @@ def test_bad_policies_name_the_key(tmp_path: Path, text: str, message: str) -> N
 
 def test_a_policy_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "gate.toml"
-    path.write_text("[gate]\nmax_harm_rate = 0.02\nmin_experts = 3\n")
+    path.write_text("[gate]\nmax_harm_rate = 0.02\nmin_experts = 3\nmax_latency_ratio = inf\n")
     policy = GatePolicy.load(path)
+    assert policy.max_latency_ratio is None
     assert (policy.max_harm_rate, policy.min_experts, policy.accept_machine) == (0.02, 3, False)

@@ -116,6 +116,22 @@ def test_one_hidden_check_per_block_and_false_alarms_are_counted(sessions: Sessi
     assert len(votes) == 28
 
 
+@pytest.mark.parametrize("changes", [1, 7, 8, 20])
+def test_the_number_to_go_does_not_give_a_hidden_check_away(
+    sessions: Sessions, changes: int
+) -> None:
+    add_run(sessions, classes=[CLASS] * changes, unchanged=10, noisy=10)
+    found = queue(sessions, seed=3)
+    totals = []
+    while (pair := found.next()) is not None:
+        progress = found.progress()
+        totals.append(progress.judged + progress.remaining)
+        found.judge(pair.token, "same")
+    assert len(set(totals)) == 1
+    assert len(totals) <= totals[0] <= len(totals) + 1
+    assert found.progress().remaining == 0
+
+
 def test_identical_pairs_are_the_check_when_no_noise_differs(sessions: Sessions) -> None:
     add_run(sessions, classes=[CLASS] * CHECK_BLOCK, noisy=0)
     judge_all(queue(sessions))
@@ -306,6 +322,20 @@ def test_several_windows_and_experts_at_once_label_each_diff_once(sessions: Sess
         assert all(len(judgement.votes) == 3 for judgement in found)
         labels = session.execute(select(Label.diff_id, Label.expert_id)).all()
     assert len(labels) == len(set(labels))
+
+
+def test_a_name_is_one_expert_however_it_is_typed(sessions: Sessions) -> None:
+    add_run(sessions)
+    names = {queue(sessions, name).expert for name in ("Zoë  B", " Zoe\u0308 B ")}
+    assert names == {"Zoë B"}
+    for name in ("", "  ", "a\x1b[31m", "a\u200bb", "x" * 81):
+        with pytest.raises(LabelError, match="1 to 80 printable"):
+            queue(sessions, name)
+
+
+def test_a_token_is_no_option_of_a_command_line(sessions: Sessions) -> None:
+    add_run(sessions, classes=[CLASS] * 3)
+    assert all(token.isalnum() for token in judge_all(queue(sessions)))
 
 
 def test_parents_of_a_class() -> None:
