@@ -175,9 +175,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def fault(http: Request, error: Exception) -> Response:
         refusal = RequestError("the server failed on this request; its log says why")
         refusal.status, refusal.kind = 500, "server_error"
-        answer = Refusal(refusal)
-        answer.headers["connection"] = "close"  # which uvicorn does after any fault
-        return answer
+        return _closing(Refusal(refusal))  # uvicorn closes after any fault
 
 
 async def _answer(
@@ -196,10 +194,18 @@ async def _answer(
         data = await _read_body(http)
         exchange.body_bytes = len(data)
         return Answer(exchange, await exchange.submit(read(data)))
+    except BodyTooSlow as error:
+        return _closing(Refusal(error, exchange))
     except RequestError as error:
         return Refusal(error, exchange)
     except ClientDisconnect:
         return Response(status_code=499)
+
+
+def _closing(answer: Response) -> Response:
+    """Let the connection end with this answer."""
+    answer.headers["connection"] = "close"
+    return answer
 
 
 async def _read_body(http: Request) -> bytes:
