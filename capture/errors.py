@@ -13,6 +13,10 @@ class CaptureError(Exception):
     exit_code = 1
 
 
+class SettingsError(CaptureError):
+    """A setting is not valid; the message names it."""
+
+
 class RingError(CaptureError):
     """A ring cannot be created, written or read."""
 

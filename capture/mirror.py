@@ -13,6 +13,7 @@ rename: a power cut loses what was written in the last second.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import ipaddress
@@ -78,15 +79,30 @@ def load_key(home: Path, configured: str | None) -> bytes:
     path = home / "mirror.key"
     try:
         home.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return bytes.fromhex(path.read_text().strip())
+        if not path.exists():
+            _make_key(path)
+        key = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except ValueError:
+        key = b""
     except OSError as error:
-        raise MirrorError(f"cannot write the mirror's key {path}: {error.strerror}") from error
-    key = secrets.token_bytes(32)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(key.hex() + "\n")
+        raise MirrorError(f"cannot keep the mirror's key in {path}: {error.strerror}") from error
+    if not key:
+        raise MirrorError(
+            f"{path} holds no key (hex digits): restore it, or remove it for a new one, under "
+            "which other conversations are sampled and clients get other pseudonyms"
+        )
     return key
+
+
+def _make_key(path: Path) -> None:
+    """Write a random key, whole or not at all; another process's that came first is kept."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_bytes(32).hex() + "\n")
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
 
 
 def keyed_digest(key: bytes, purpose: bytes, value: str) -> bytes:

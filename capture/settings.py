@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tomllib
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+from capture.errors import SettingsError
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -38,6 +43,15 @@ class Settings(BaseSettings):
     mirror_share: float = Field(default=0.01, ge=0.0, le=1.0)
     mirror_key: SecretStr | None = Field(default=None, description="key of sampling and pseudonyms")
 
+    def __init__(self, **values: Any) -> None:
+        """Raises SettingsError naming the setting, its value and what is wrong with it."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError("; ".join(map(_problem, error.errors()))) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise SettingsError(f"cannot read the settings file {_toml_file()}: {error}") from error
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -47,8 +61,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        toml_file = Path(os.environ.get("INFERLOOP_CONFIG", "inferloop.toml"))
-        toml = TomlConfigSettingsSource(settings_cls, toml_file=toml_file)
+        toml = TomlConfigSettingsSource(settings_cls, toml_file=_toml_file())
         return init_settings, env_settings, _WithoutSecrets(settings_cls, toml)
 
     @property
@@ -96,7 +109,19 @@ class _WithoutSecrets(PydanticBaseSettingsSource):
     def __call__(self) -> dict[str, object]:
         values = self._toml()
         if "mirror_key" in values:
-            raise ValueError(
+            raise SettingsError(
                 "mirror_key must not stand in a settings file: set INFERLOOP_MIRROR_KEY instead"
             )
         return values
+
+
+def _toml_file() -> Path:
+    return Path(os.environ.get("INFERLOOP_CONFIG", "inferloop.toml"))
+
+
+def _problem(error: ErrorDetails) -> str:
+    name = "_".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"there is no setting {name}"
+    shown = "" if name == "mirror_key" else f" is {error['input']!r}"
+    return f"setting {name} (INFERLOOP_{name.upper()}){shown}: {error['msg']}"

@@ -34,6 +34,9 @@ UNSENT_S = 5
 WeightFormat = Literal["int8", "int4", "fp32"]
 Kernels = Literal["compiled", "torch"]
 
+MANY_RINGS = 4
+"""Rings in one place before serving warns that nobody collects them: they take shared memory."""
+
 
 class ServeError(Exception):
     """The server cannot start; the message says why and what to do."""
@@ -225,6 +228,12 @@ def _tracer(settings: Settings, info: dict[str, Any], cleanup: ExitStack) -> Ste
     from capture.ring import RingWriter
     from engine.tracer import StepTracer
 
+    waiting = list(settings.rings.glob("*.ring"))
+    if len(waiting) >= MANY_RINGS:
+        logging.warning(
+            "%d rings of %d MiB in %s wait for a collector: run `inferloop collect`",
+            len(waiting), sum(ring.stat().st_size for ring in waiting) >> 20, settings.rings,
+        )  # fmt: skip
     engine_id = uuid4()
     ring = RingWriter.create(
         settings.rings / f"{engine_id}.ring",
