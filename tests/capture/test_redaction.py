@@ -38,6 +38,29 @@ FOUND = [
         "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc\n-----END RSA PRIVATE KEY-----\nrest",
         "<secret>\nrest",
     ),
+    ("4111\u20131111\u20131111\u20131111, 4111\u202f1111\u202f1111\u202f1111", "<card>, <card>"),
+    ("4111\u200b1111\u200b1111\u200b1111", "<card>"),
+    ("\u0664\u0661\u0661\u0661\u0661\u0661\u0661\u0661" + "\u0661" * 8, "<card>"),
+    ("+1 (415) 555\u20112671, 415\u2013555\u20132671", "<phone>, <phone>"),
+    ("-----BEGIN PGP PRIVATE KEY BLOCK-----\nlQ\n-----END PGP PRIVATE KEY BLOCK-----", "<secret>"),
+    (
+        "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+        "aws_secret_access_key = <secret>",
+    ),
+    ('{"password": "hunter2xyz"}', '{"password": "<secret>"}'),
+    ("AccountKey=abcdefgh1jkl+/mnop==;Endpoint", "AccountKey=<secret>;Endpoint"),
+    ("Authorization: Basic dXNlcjpwYXNzd29yZDEyMw==", "Authorization: Basic <secret>"),
+    ("BEARER abcdefghijklmnop1234", "<secret>"),
+    ("SG.ngeVfQFYQlKU0ufo8x5d1A.TwL2iGABf9DHoTf-09kqeF8tAmbi", "<secret>"),
+    ("123456789:AA" + "HdqTcvCH1vGWJxfSeofSAs0K5PALDsaw", "<secret>"),
+    ("https://hooks.slack.com/services/T00000000/B00000000/XXXXXXXX", "https://<secret>"),
+    *(
+        (f"{prefix}{'0123456789abcdef' * 2}", "<secret>")
+        for prefix in (
+            *("whsec_", "gsk_", "xai-", "r8_", "hvs.", "dop_v1_", "shpat_", "dapi", "key-", "SK"),
+            *("lin_api_", "ntn_", "pplx-", "nvapi-", "dckr_pat_", "sbp_", "glptt-", "xapp-"),
+        )
+    ),
 ]
 
 KEPT = [
@@ -50,6 +73,8 @@ KEPT = [
     "the risk-free task-based disk-usage approach, user @ home",
     "4111111111111111111111111111",
     "in 1984 and 2026 it cost 12.50 each, rooms 100-2000",
+    "the token = next_token[17], max_tokens=128, token_ids: 1234567890ab, password: must be 8 long",
+    "basic understanding; api_key=os.environ['OPENAI_API_KEY2']; key-value store; worship",
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 हिन्दी ไทย 한국어",
 ]
 
@@ -84,7 +109,8 @@ def test_redacting_again_changes_nothing(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["a@a." * 100_000, "x@" + "a-" * 200_000, "1 2 3 4 5 " * 20_000, "+1" * 200_000,
-     "%40a." * 100_000, "-----BEGIN PRIVATE KEY-----" * 20_000, "eyJ" * 200_000],
+     ": " * 100_000, "token=" * 50_000, "key=" + "a1" * 100_000, "%40a." * 100_000,
+     "-----BEGIN PRIVATE KEY-----" * 20_000, "eyJ" * 200_000],
 )  # fmt: skip
 def test_hostile_text_takes_linear_time(text: str) -> None:
     started = time.monotonic()
