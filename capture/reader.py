@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from capture.errors import RingError
+from capture.errors import RingError, RingFormatError
 from capture.ring import (
     ALIGNMENT,
     CLOSED,
@@ -101,7 +102,7 @@ def discover(directory: Path) -> list[Path]:
     for path in directory.glob("*.ring"):
         try:
             found.append((path.stat().st_mtime_ns, path))
-        except FileNotFoundError:
+        except OSError:  # gone meanwhile, or a link to nowhere
             continue
     return [path for _, path in sorted(found)]
 
@@ -112,8 +113,13 @@ class RingReader:
     def __init__(self, path: Path, cursor: Cursor | None = None) -> None:
         """Raises RingFormatError when the file is no ring, RingError when it cannot be read."""
         try:
-            with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+            # Without O_NONBLOCK a named pipe would wait here for its writer.
+            flags = os.O_RDONLY | os.O_NONBLOCK
+            with open(path, "rb", buffering=0, opener=lambda p, _: os.open(p, flags)) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise RingFormatError(f"{path} is no ring: not a regular file")
+                size = status.st_size
                 self.header = RingHeader.unpack(file.read(HEADER_BYTES), path, size)
                 self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
         except OSError as error:
@@ -136,12 +142,17 @@ class RingReader:
 
     @property
     def lag_bytes(self) -> int:
-        return max(0, self._counters[TAIL] - self.cursor.position)
+        return max(0, self._ends()[0] - self.cursor.position)
 
     def writer_alive(self) -> bool:
         """Whether the writing process runs: same boot, same pid, same start time, no zombie."""
         header = self.header
         return header.boot_id == boot_id() and process_start(header.pid) == header.pid_start
+
+    def check_size(self) -> None:
+        """Raise RingError when somebody has cut the file: touching lost pages ends the process."""
+        if self._map.size() < len(self._map):
+            raise RingError(f"{self.path} was cut while it was followed: what was unread is lost")
 
     def close(self) -> None:
         for view in (self._counters, self._data, self._bytes):
@@ -155,7 +166,7 @@ class RingReader:
         """
         gaps: list[Gap] = []
         for attempt in range(MAX_ATTEMPTS):
-            tail, position = self._counters[TAIL], self.cursor.position
+            (tail, intent), position = self._ends(), self.cursor.position
             if position >= tail:
                 break
             batch = self._copy(tail, limit_bytes)
@@ -167,7 +178,7 @@ class RingReader:
             if self._lapped():
                 # The writer is overwriting right where we look: each new attempt leaves more room.
                 room = (self.header.capacity >> 6) * attempt
-                gap = self._resync(self._counters[INTENT] - self.header.capacity + room, corrupt=0)
+                gap = self._resync(intent - self.header.capacity + room, corrupt=0)
             elif self._given_up():
                 gap = self._resync(position + ALIGNMENT, corrupt=1)
             else:
@@ -182,8 +193,8 @@ class RingReader:
         Delivered when it is whole; counted as torn when it is not. Call it once the writer is
         known to be gone.
         """
-        intent = self._counters[INTENT]
-        if self.cursor.position < self._counters[TAIL]:
+        tail, intent = self._ends()
+        if self.cursor.position < tail:
             return _EMPTY
         while self.cursor.position < intent:
             position = self.cursor.position
@@ -224,7 +235,45 @@ class RingReader:
         return FrameBatch(data.view(FRAME_DTYPE)[places // ALIGNMENT], places, data)
 
     def _lapped(self) -> bool:
-        return self.cursor.position < self._counters[INTENT] - self.header.capacity
+        return self.cursor.position < self._ends()[1] - self.header.capacity
+
+    def _ends(self) -> tuple[int, int]:
+        """`tail` and `intent`, where they can be true; else nothing is new or, once the writer is
+        gone and cannot store them anew, they are found again from the frames."""
+        counters = self._counters
+        tail, intent, later = counters[TAIL], counters[INTENT], counters[TAIL]
+        furthest = later + 2 * self.header.frame_limit + ALIGNMENT
+        if (tail | intent) % ALIGNMENT == 0 and tail <= intent <= furthest:
+            return tail, intent
+        if not self.closed_by_writer and self.writer_alive():
+            return self.cursor.position, self.cursor.position
+        self._recover_counters()
+        return self._counters[TAIL], self._counters[INTENT]
+
+    def _recover_counters(self) -> None:
+        """Replace damaged counters by what the newest whole frame says."""
+        headers = np.frombuffer(self._data, FRAME_DTYPE)
+        offsets = np.arange(len(headers), dtype=np.uint64) * ALIGNMENT
+        own = (headers["position"] % np.uint64(self.header.capacity) == offsets) & (
+            headers["magic"] == FRAME_MAGIC
+        )
+        slots = np.flatnonzero(own)
+        end, frames, tokens = self.cursor.position, self.cursor.sequence, self.cursor.tokens
+        for slot in slots[np.argsort(headers["position"][slots])[::-1]].tolist():
+            position = int(headers["position"][slot])
+            found = check_frame(self._data, slot * ALIGNMENT, position)
+            if found is not None and position >= end:
+                end = position + ((found.length + ALIGNMENT - 1) & -ALIGNMENT)
+                frames = found.sequence + (found.kind != PADDING)
+                tokens = found.tokens_before + found.tokens
+                break
+        state = self._counters[STATE]
+        self._counters.release()
+        self._counters = memoryview(bytearray(HEADER_BYTES)).cast("Q")
+        for word, value in zip(
+            (TAIL, INTENT, FRAMES, TOKENS, STATE), (end, end, frames, tokens, state), strict=True
+        ):
+            self._counters[word] = value
 
     def _given_up(self) -> bool:
         now = time.monotonic()
@@ -239,7 +288,7 @@ class RingReader:
         None: there is none yet.
         """
         cursor = self.cursor
-        tail = self._counters[TAIL]
+        tail, _ = self._ends()
         found = self._find(-(-start // ALIGNMENT) * ALIGNMENT, tail)
         if found is not None:
             sequence, tokens, position = found.sequence, found.tokens_before, found.position
@@ -247,6 +296,7 @@ class RingReader:
             (sequence, tokens), position = self.written, tail
         else:
             return None
+        sequence, tokens = max(sequence, cursor.sequence), max(tokens, cursor.tokens)
         gap = Gap(cursor.sequence, sequence - cursor.sequence, tokens - cursor.tokens)
         self._stalled_since = None
         self.cursor = replace(

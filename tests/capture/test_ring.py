@@ -26,7 +26,7 @@ from capture.errors import (
 )
 from capture.frames import TraceWriter
 from capture.reader import RingReader, discover
-from capture.ring import HEADER_BYTES, MIN_CAPACITY, TAIL, RingWriter
+from capture.ring import HEADER_BYTES, INTENT, MIN_CAPACITY, TAIL, RingWriter
 from tests.capture.rings import (
     MIB,
     check_numbered,
@@ -161,6 +161,55 @@ def test_a_cut_file_is_refused(tmp_path: Path, size: int) -> None:
     os.truncate(ring.path, size)
     with pytest.raises(RingFormatError, match=f"{size} bytes"):
         RingReader(ring.path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link to itself", "device"])
+def test_what_is_no_file_neither_blocks_nor_breaks_the_reader(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x.ring"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "link to itself" else "/dev/zero")
+    for found in discover(tmp_path):
+        with pytest.raises(RingError):
+            RingReader(found)
+
+
+@pytest.mark.parametrize("where", ["counters", "frames"])
+def test_flipped_bits_are_never_accepted_and_never_hang(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RingReader, "writer_alive", lambda _: False)
+    chance = random.Random(3)
+    ring = new_ring(tmp_path, MIN_CAPACITY)
+    for _ in range(300):
+        append(ring, chance.randrange(8, 900))
+    good = ring.path.read_bytes()
+    for _ in range(150):
+        damaged = bytearray(good)
+        for _ in range(chance.choice([1, 1, 3, 50])):
+            counter = chance.choice([INTENT, TAIL]) * 8 + chance.randrange(8)
+            at = counter if where == "counters" else chance.randrange(HEADER_BYTES, len(good))
+            damaged[at] ^= 1 << chance.randrange(8)
+        path = tmp_path / "damaged"
+        path.write_bytes(damaged)
+        reader = RingReader(path)
+        delivered = read_all(reader)
+        open_frame = reader.read_open_frame()
+        check_numbered(open_frame)
+        assert delivered + len(open_frame) + reader.cursor.lost_frames == 300
+        reader.close()
+
+
+def test_a_file_that_was_cut_is_noticed_before_its_pages_are_touched(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path)
+    reader = RingReader(ring.path)
+    reader.check_size()
+    os.truncate(ring.path, 100)
+    with pytest.raises(RingError, match="was cut"):
+        reader.check_size()
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
