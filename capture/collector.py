@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from capture.crash import crash_report, write_report
 from capture.errors import (
@@ -46,6 +46,7 @@ UPKEEP_LAG_SHARE = 0.1
 LAKE_RETRIES = 3  # inside one commit, about half a second; beyond that we wait and say so
 PASSING = ("locked", "disk I/O error", "disk is full", "No space left")
 STOP_PATIENCE_S = 10.0
+MAX_RINGS = 256
 
 
 class Collector:
@@ -88,6 +89,8 @@ class Collector:
                     if not self._round():
                         self._stop.wait(POLL_S)
                 self._drain()
+                while self._discover():  # more rings than are followed at once
+                    self._drain()
             finally:
                 self._close()
         return self.status
@@ -101,14 +104,30 @@ class Collector:
         busy = False
         for follower in list(self._followers.values()):
             if not follower.drained:
-                busy |= follower.poll(self.status)
+                busy |= self._poll(follower)
         pending = sum(follower.rows.tokens for follower in self._followers.values())
         if pending >= COMMIT_TOKENS or time.monotonic() - self._committed_s >= COMMIT_S:
             self.commit()
-        for follower in [f for f in self._followers.values() if f.drained]:
+        # One at a time: finishing many stale rings must not leave a living one to overflow.
+        for follower in [f for f in self._followers.values() if f.drained][:1]:
             self._finish(follower)
             busy = True
         return busy
+
+    def _poll(self, follower: Follower) -> bool:
+        """Read a ring once; one that was cut meanwhile is given up and does not stop the others."""
+        try:
+            return follower.poll(self.status)
+        except RingError as error:
+            log.warning("given up: %s", error)
+            path = follower.reader.path
+            follower.give_up(str(error))
+            follower.drained = True
+            self._refused.add(path)
+            del self._followers[path]  # first: nothing may touch its lost pages again
+            self._commit([follower], finished=False)
+            follower.reader.close()
+            return False
 
     def _drain(self) -> None:
         """Read what is there at this moment, not what a busy engine goes on writing."""
@@ -116,7 +135,7 @@ class Collector:
         for follower, target in targets.items():
             gone = follower.abandoned
             while not follower.drained and (gone or follower.reader.cursor.sequence < target):
-                if not follower.poll(self.status):
+                if not self._poll(follower):
                     if not gone:
                         break
                     time.sleep(POLL_S)
@@ -126,15 +145,20 @@ class Collector:
         for follower in [f for f in self._followers.values() if f.drained]:
             self._finish(follower)
 
-    def _discover(self) -> None:
+    def _discover(self) -> bool:
+        """Follow the rings that are new; whether there were any."""
+        before = self.status.rings
         for path in discover(self._ring_dir):
             if path in self._followers or path in self._refused:
                 continue
+            if len(self._followers) >= MAX_RINGS:
+                break  # a file handle each: the rest comes when these are finished
             try:
                 self._patiently(partial(self._follow, path))
             except RingError as error:
                 self._refused.add(path)
                 log.warning("ignored: %s", error)
+        return self.status.rings > before
 
     def _follow(self, path: Path) -> None:
         reader = RingReader(path)
@@ -262,8 +286,8 @@ class Collector:
             report = self._patiently(
                 lambda: crash_report(self._lake(), reader.header, reader.cursor, reader.written[0])
             )
-            path = write_report(self._crash_dir, report)
-            follower.rows.add_end("engine_crashed", str(path))
+            path = self._written_report(report)
+            follower.rows.add_end("engine_crashed", path)
             self.status.crashes += 1
             log.error(
                 "engine %s (pid %d) died with %d requests in its open step: %s",
@@ -276,6 +300,13 @@ class Collector:
         reader.path.unlink(missing_ok=True)
         del self._followers[reader.path]
         reader.close()
+
+    def _written_report(self, report: dict[str, Any]) -> str:
+        """Its path, or why there is none: a full disk must not keep the rows from the lake."""
+        try:
+            return str(write_report(self._crash_dir, report))
+        except OSError as error:
+            return f"no report in {self._crash_dir}: {error.strerror}"
 
     def _lake(self) -> duckdb.DuckDBPyConnection:
         """The connection, made anew after a failure."""

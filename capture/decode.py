@@ -159,7 +159,7 @@ def decode(batch: FrameBatch, index: int) -> Frame:
     payload = batch.payload(index)
     try:
         return _DECODERS[kind](int(header["time_ns"]), payload, records)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         name = FrameType(kind).name
         raise FrameError(
             f"{name} frame {header['sequence']} of {len(payload)} bytes with {records} records "
@@ -282,7 +282,9 @@ def _kernel(time_ns: int, payload: memoryview, records: int) -> KernelFrame:
     for dtype in ("<i8", "<i4", "<u4", "<f4"):
         columns.append(np.frombuffer(payload, dtype, records, start))
         start += columns[-1].nbytes
-    if records and (not isinstance(names, list) or columns[2].max() >= len(names)):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("the names are no array of strings")
+    if records and columns[2].max() >= len(names):
         raise ValueError("a kernel has no name")
     return KernelFrame(time_ns, step_id, names, *columns)
 

@@ -41,10 +41,12 @@ class Follower:
         self.rows = RingRows(reader.header)
         self.engine_known = committed
         self.drained = False
+        self.written = reader.written
         self._checked_s = 0.0
 
     def poll(self, status: Status) -> bool:
-        """Read once; whether there was anything."""
+        """Read once; whether there was anything. Raises RingError when the ring was cut."""
+        self.reader.check_size()
         before = self.reader.cursor
         status.largest_lag_share = max(status.largest_lag_share, self.lag_share)
         batch = self.reader.read()
@@ -55,6 +57,7 @@ class Follower:
                 batch = self.reader.read_open_frame()
                 self.drained = not len(batch)
         self.rows.add(batch)
+        self.written = self.reader.written
         after = self.reader.cursor
         torn = after.torn_frames - before.torn_frames
         if torn:
@@ -65,6 +68,12 @@ class Follower:
         status.lost_tokens += after.lost_tokens - before.lost_tokens
         status.torn_frames += torn
         return after != before
+
+    def give_up(self, reason: str) -> None:
+        """The ring cannot be read any more: what it said was written and did not come is lost."""
+        cursor = self.reader.cursor
+        frames, tokens = self.written[0] - cursor.sequence, self.written[1] - cursor.tokens
+        self.rows.add_loss("undecodable", cursor.sequence, max(frames, 0), max(tokens, 0), reason)
 
     @property
     def lag_share(self) -> float:

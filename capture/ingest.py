@@ -50,6 +50,7 @@ ARROW_TYPES = {
     "BOOLEAN": pa.bool_(),
     "TIMESTAMP": pa.timestamp("us"),
 }
+LIMITS = {"INTEGER": 1 << 31, "BIGINT": 1 << 63}
 DROPPED_BITS = (
     13  # of 24 significant bits of a float32: 11 stay, half a byte a token is saved twice
 )
@@ -115,7 +116,12 @@ class RingRows:
         self.add_row("losses", *row)
 
     def add_row(self, table: str, *values: Any) -> None:
-        """One row, without its engine id, in the order of the table's columns."""
+        """One row, without its engine id, in the order of the table's columns.
+
+        Raises FrameError when a value does not fit: the lake would refuse the whole commit.
+        """
+        for column, value in zip(SQL_TABLES[table].columns[1:], values, strict=True):
+            _check_value(table, column, value)
         self._rows.setdefault(table, []).append(values)
 
     def add_cursor(self, cursor: Cursor, *, finished: bool) -> None:
@@ -294,7 +300,7 @@ class RingRows:
             self.wall(self.header.anchor_monotonic_ns),
             _as_text(fingerprint),
             _as_text(model),
-            json.dumps(info) if info is not None else None,
+            json.dumps(info, ensure_ascii=False) if info is not None else None,
         )
 
     def _add_kernels(self, frame: KernelFrame) -> None:
@@ -312,7 +318,7 @@ class RingRows:
             frame.utilization_pct,
             frame.sm_pct,
             frame.memory_bandwidth_pct,
-            None if np.isnan(memory) else int(memory),
+            int(memory) if np.isfinite(memory) else None,
             frame.power_w,
             frame.temperature_c,
             frame.sm_clock_mhz,
@@ -333,6 +339,29 @@ def _selected(column: Column) -> str:
     if column.name == "graph_bucket":
         return "nullif(graph_bucket, -1)"
     return f"nullif({column.name}, 'NaN'::FLOAT)" if column.type == "FLOAT" else column.name
+
+
+def _check_value(table: str, column: Column, value: Any) -> None:
+    kind, _, rest = column.type.partition(" ")
+    if value is None:
+        fits = not rest
+    elif kind in LIMITS:
+        fits = -LIMITS[kind] <= value < LIMITS[kind]
+    elif isinstance(value, str) and not value.isascii():
+        fits = _encodes(value)
+    else:
+        fits = True
+    if not fits:
+        raise FrameError(f"{table}.{column.name} ({column.type}) cannot hold {value!r:.100}")
+
+
+def _encodes(text: str) -> bool:
+    """Whether it is free of half characters, which JSON's escapes can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_text(value: Any) -> str | None:

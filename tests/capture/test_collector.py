@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, new_cursor, open_lake
 from capture.reader import RingReader, discover
-from capture.ring import MIN_CAPACITY
+from capture.ring import MIN_CAPACITY, RingWriter
 from tests.capture.rings import (
     MIB,
     engine,
@@ -150,6 +151,77 @@ def test_undecodable_frames_are_counted_and_the_rest_goes_on(place: LakePlace, r
     losses = rows(place, "SELECT kind, frames, detail FROM losses ORDER BY first_sequence")
     assert [loss[:2] for loss in losses] == [("undecodable", 1)] * 2
     assert "unknown type 77" in str(losses[0][2])
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        lambda trace, ring: write_request(trace, 9, max_tokens=2**32 - 1),
+        lambda trace, ring: write_request(trace, 9, arrival_ns=0),
+        lambda trace, ring: trace.engine({"model": "half \ud800"}),
+        lambda trace, ring: trace.engine({"model": "m", "note": "half \ud800"}),
+        lambda trace, ring: ring.append(1, 1, b"[" * 100_000),
+        lambda trace, ring: trace.gpu(index=2**32 - 1, values=[math.inf] * 9, unavailable=""),
+        lambda trace, ring: trace.kernels(
+            step_id=1, names=[{}], start_ns=[1], layer=[0], kernel=[0], duration_us=[1.0]
+        ),
+    ],
+)
+def test_one_value_that_the_lake_cannot_hold_costs_one_frame(
+    place: LakePlace, rings: Path, poison: Callable[[TraceWriter, RingWriter], None]
+) -> None:
+    """It used to end every collector that came across it, or keep it waiting for ever."""
+    ring = new_ring(rings)
+    trace = TraceWriter(ring)
+    poison(trace, ring)
+    write_step(trace, 0, 3)
+    ring.close()
+    collect_once(place, rings)
+    assert rows(place, "SELECT count(*) FROM tokens") == [(3,)]
+    assert rows(place, "SELECT kind, frames FROM losses") == [("undecodable", 1)]
+
+
+def test_a_ring_cut_under_the_collector_does_not_stop_the_others(
+    place: LakePlace, rings: Path
+) -> None:
+    cut, other = engine(rings, requests=2, steps=5), engine(rings, requests=3, steps=5)
+    stop = threading.Event()
+    subject = collector(place, rings, stop=stop)
+    seen = threading.Event()
+    subject._on_status = lambda status: seen.set() if status.frames else None
+    thread = threading.Thread(target=subject.run)
+    thread.start()
+    assert seen.wait(20)
+    os.truncate(cut.path, 0)
+    write_step(TraceWriter(other), 5, 3)
+    time.sleep(0.1)
+    stop.set()
+    thread.join(20)
+    assert rows(place, "SELECT count(*) FROM tokens") == [(10 + 18,)]
+    assert rows(place, "SELECT count(*) FROM losses WHERE detail LIKE '%was cut%'") == [(1,)]
+    other.close()
+
+
+def test_more_rings_than_are_followed_at_once(
+    place: LakePlace, rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector_module, "MAX_RINGS", 2)
+    for _ in range(5):
+        engine(rings, requests=1, steps=2, capacity=MIN_CAPACITY).close()
+    collect_once(place, rings)
+    assert discover(rings) == []
+    assert rows(place, "SELECT count(*) FROM tokens") == [(10,)]
+
+
+def test_a_crash_report_that_cannot_be_written_does_not_keep_the_rows(
+    place: LakePlace, rings: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "crashes").write_text("in the way")
+    os.waitpid(forked(lambda: engine(rings, requests=2, steps=5)), 0)
+    collect_once(place, rings)
+    assert discover(rings) == []
+    ((detail,),) = rows(place, "SELECT detail FROM events WHERE kind = 'engine_crashed'")
+    assert "no report" in str(detail)
 
 
 def test_a_dead_engine_is_drained_and_reported(place: LakePlace, rings: Path) -> None:
