@@ -127,11 +127,11 @@ LATENCY_HEATMAP = View(
     """
 WITH shape AS (
     SELECT epoch_us(from_ts::TIMESTAMP) AS start_us,
-        (epoch_us(to_ts::TIMESTAMP) - epoch_us(from_ts::TIMESTAMP)) / time_bins AS width_us,
+        epoch_us(to_ts::TIMESTAMP) - epoch_us(from_ts::TIMESTAMP) AS span_us,
         greatest(1, ceil((coalesce(max(t.position), 0) + 1) / position_bins))::BIGINT AS height
     FROM tokens AS t WHERE t.emitted_at >= from_ts::TIMESTAMP
 ), cells AS (
-    SELECT floor((epoch_us(r.arrived_at) - shape.start_us) / shape.width_us)::BIGINT AS x,
+    SELECT (epoch_us(r.arrived_at) - shape.start_us) * time_bins // shape.span_us AS x,
         t.position // shape.height AS y, quantile_cont(t.latency_us, quantile) / 1000 AS latency_ms,
         count(*) AS tokens
     FROM tokens AS t JOIN requests AS r ON r.engine_id = t.engine_id AND r.slot = t.slot, shape
@@ -139,7 +139,8 @@ WITH shape AS (
         AND r.arrived_at >= from_ts::TIMESTAMP AND r.arrived_at < to_ts::TIMESTAMP
     GROUP BY ALL
 )
-SELECT x AS time_bin, make_timestamp((start_us + x * width_us)::BIGINT) AS time_start,
+SELECT x AS time_bin,
+    make_timestamp((start_us + ceil(x * span_us / time_bins))::BIGINT) AS time_start,
     y AS position_bin, y * height AS position_start, (y + 1) * height - 1 AS position_end,
     latency_ms, tokens
 FROM cells, shape ORDER BY time_bin, position_bin
@@ -166,6 +167,7 @@ WHY = View(
         ),
         Column("evidence", "VARCHAR", "the figures behind it"),
         Column("step_id", "BIGINT", "the step that produced the token"),
+        Column("slot", "BIGINT", "the request: several calls of a client may share a trace id"),
     ),
     """
 WITH wanted AS (
@@ -174,34 +176,41 @@ WITH wanted AS (
     FROM requests AS r LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
     WHERE r.request_id = lower(replace(wanted_request_id, '-', ''))
 ), own AS (
-    SELECT t.*, lag(t.step_id) OVER (ORDER BY t.position) AS previous_step
+    SELECT t.*, if(lag(t.position) OVER request = t.position - 1, lag(t.step_id) OVER request, NULL)
+        AS previous_step
     FROM tokens AS t JOIN wanted USING (engine_id, slot)
+    WINDOW request AS (PARTITION BY t.engine_id, t.slot ORDER BY t.position)
 ), usual AS (
-    SELECT quantile_cont(latency_us, 0.99) AS p99, median(latency_us) AS p50
-    FROM own WHERE NOT is_first
+    SELECT engine_id, slot, quantile_cont(latency_us, 0.99) FILTER (NOT is_first) AS p99,
+        median(latency_us) FILTER (NOT is_first) AS p50
+    FROM own GROUP BY engine_id, slot
 ), slow AS (
-    SELECT own.* FROM own, usual WHERE own.is_first OR own.latency_us > usual.p99
+    SELECT own.*, usual.p50 FROM own JOIN usual USING (engine_id, slot)
+    WHERE own.is_first OR own.latency_us > usual.p99
 ), during AS (
-    SELECT slow.position, count(*) AS steps, sum(s.prefill_tokens) AS prefill_tokens,
+    SELECT slow.engine_id, slow.slot, slow.position, count(*) AS steps,
+        sum(s.prefill_tokens) AS prefill_tokens,
         sum(s.schedule_us + s.prepare_us + s.sample_us) AS host_us, sum(s.forward_us) AS forward_us,
         max(s.forward_us) AS longest_us, max(s.waiting) AS waiting,
         arg_max(s.decode_tokens, s.forward_us) AS batch
     FROM slow JOIN steps AS s ON s.engine_id = slow.engine_id AND s.step_id <= slow.step_id
         AND s.step_id > coalesce(slow.previous_step, slow.step_id - 1)
-    GROUP BY slow.position
+    GROUP BY slow.engine_id, slow.slot, slow.position
 ), typical AS (
-    SELECT s.decode_tokens AS batch, median(s.forward_us) AS forward_us FROM steps AS s
-    WHERE s.engine_id = (SELECT any_value(engine_id) FROM wanted) AND s.prefill_tokens = 0
-    GROUP BY s.decode_tokens
+    SELECT s.engine_id, s.decode_tokens AS batch, median(s.forward_us) AS forward_us
+    FROM steps AS s
+    WHERE s.engine_id IN (SELECT engine_id FROM wanted) AND s.prefill_tokens = 0
+    GROUP BY s.engine_id, s.decode_tokens
 ), preempted AS (
-    SELECT slow.position, count(*) AS times
+    SELECT slow.engine_id, slow.slot, slow.position, count(*) AS times
     FROM slow JOIN events AS e ON e.engine_id = slow.engine_id AND e.slot = slow.slot
     WHERE e.kind = 'preempted' AND e.happened_at <= slow.emitted_at
         AND epoch_us(e.happened_at) >= epoch_us(slow.emitted_at) - slow.latency_us
-    GROUP BY slow.position
+    GROUP BY slow.engine_id, slow.slot, slow.position
 ), facts AS (
-    SELECT slow.position, slow.emitted_at, slow.latency_us, usual.p50, slow.step_id, slow.is_first,
-        coalesce(preempted.times, 0) AS preemptions, during.*, wanted.queue_us,
+    SELECT slow.engine_id, slow.slot, slow.position, slow.emitted_at, slow.latency_us, slow.p50,
+        slow.step_id, coalesce(preempted.times, 0) AS preemptions,
+        during.* EXCLUDE (engine_id, slot, position), wanted.arrived_at, wanted.queue_us,
         wanted.prompt_tokens, wanted.cached_tokens, typical.forward_us AS typical_us,
         CASE
             WHEN preempted.times > 0 THEN 'preempted'
@@ -214,10 +223,10 @@ WITH wanted AS (
             WHEN during.host_us + during.forward_us < slow.latency_us / 2 THEN 'engine idle'
             ELSE 'unexplained'
         END AS cause
-    FROM slow CROSS JOIN usual CROSS JOIN wanted
-    LEFT JOIN during ON during.position = slow.position
-    LEFT JOIN preempted ON preempted.position = slow.position
-    LEFT JOIN typical ON typical.batch = during.batch
+    FROM slow JOIN wanted USING (engine_id, slot)
+    LEFT JOIN during USING (engine_id, slot, position)
+    LEFT JOIN preempted USING (engine_id, slot, position)
+    LEFT JOIN typical ON typical.engine_id = slow.engine_id AND typical.batch = during.batch
 )
 SELECT position, emitted_at, latency_us / 1000 AS latency_ms, p50 / 1000 AS usual_ms, cause,
     CASE cause
@@ -238,8 +247,8 @@ SELECT position, emitted_at, latency_us / 1000 AS latency_ms, p50 / 1000 AS usua
             (host_us + forward_us) / 1000, latency_us / 1000)
         ELSE coalesce(format('step {:.1f} ms, usually {:.1f} ms', (host_us + forward_us) / 1000,
             typical_us / 1000), 'its steps are not in the lake')
-    END AS evidence, step_id
-FROM facts ORDER BY position
+    END AS evidence, step_id, slot
+FROM facts ORDER BY arrived_at, slot, position
 """,
     "SELECT position, latency_ms, cause, evidence\n"
     "FROM why((SELECT request_id FROM request_latency ORDER BY duration_ms DESC LIMIT 1))",

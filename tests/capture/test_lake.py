@@ -24,6 +24,13 @@ from capture.views import VIEWS
 from tests.capture.rings import new_ring, write_finish, write_request, write_step
 
 MS = 1_000_000
+SHARED = "ab" * 16
+BORDERS = [
+    (93, 1716191, 54),
+    (123, 536977, 15),
+    (88, 303376, 55),
+    (126, 1117172, 99),
+]  # bins, span in us, border
 DOCS = Path(__file__).parents[2] / "docs" / "sql.md"
 
 
@@ -63,6 +70,8 @@ def lake(home: Path, ids: dict[str, str]) -> Iterator[duckdb.DuckDBPyConnection]
         write_latencies(trace, ids, clock)
         for slot, cause in enumerate(CAUSES, start=10):
             ids[cause] = write_gap(trace, slot, cause, clock)
+        for slot, cause in ((20, "host slow"), (21, "forward pass slow")):
+            write_gap(trace, slot, cause, clock, request_id=bytes.fromhex(SHARED))
         trace.mark("deploy 7")
         ring.close()
     Collector(
@@ -103,10 +112,13 @@ CAUSES: dict[str, str] = {
 }
 
 
-def write_gap(trace: TraceWriter, slot: int, cause: str, clock: Clock) -> str:
+GAPS = 19 * (len(CAUSES) + 2)
+
+
+def write_gap(trace: TraceWriter, slot: int, cause: str, clock: Clock, **changed: object) -> str:
     """A request of 20 tokens, 3 ms each, but the tenth takes 30 ms because of `cause`."""
     start = clock.ns
-    request_id = write_request(trace, slot, arrival_ns=start)
+    request_id = write_request(trace, slot, arrival_ns=start, **changed)
     first_step = slot * 100
     for position in range(20):
         slow = position == 10
@@ -160,9 +172,9 @@ def test_latencies_mean_what_the_field_means_by_them(
 
 def test_gaps_are_per_token_and_leave_the_first_out(lake: duckdb.DuckDBPyConnection) -> None:
     gaps = "SELECT count(*), min(position), max(gap_ms) FROM token_gaps"
-    assert only(lake, gaps) == (19 * len(CAUSES), 1, 30)
+    assert only(lake, gaps) == (GAPS, 1, 30)
     assert only(lake, "SELECT count(*) FROM token_gaps WHERE tenant = 'late'") == (0,)
-    slow = lake.execute("SELECT position, gap_ms, prefill_tokens FROM slow_tokens(6)").fetchall()
+    slow = lake.execute("SELECT position, gap_ms, prefill_tokens FROM slow_tokens(8)").fetchall()
     assert {row[:2] for row in slow} == {(10, 30)}
     assert {row[2] for row in slow} == {0, 512}
 
@@ -170,7 +182,7 @@ def test_gaps_are_per_token_and_leave_the_first_out(lake: duckdb.DuckDBPyConnect
 def test_the_heat_map_counts_every_gap_once(lake: duckdb.DuckDBPyConnection) -> None:
     span = "(SELECT min(arrived_at) FROM requests), (SELECT max(finished_at) FROM finishes)"
     cells = lake.execute(f"SELECT * FROM latency_heatmap({span}, 6, 10, 0.5)").fetchall()
-    assert sum(row[6] for row in cells) == 19 * len(CAUSES)
+    assert sum(row[6] for row in cells) == GAPS
     assert {row[0] for row in cells} == set(range(6)), "x is the arrival of the request"
     assert {row[2:5] for row in cells} == {(y, 2 * y, 2 * y + 1) for y in range(10)}
     starts = [row[1] for row in cells]
@@ -205,6 +217,33 @@ def test_why_names_the_cause_of_a_first_token(
     assert "12 prompt tokens, 4 of them cached" in evidence
     assert why(lake, ids["running"]) == {}
     assert why(lake, "no such request") == {}
+
+
+def test_two_calls_that_share_a_trace_id_are_explained_apart(
+    lake: duckdb.DuckDBPyConnection, ids: dict[str, str]
+) -> None:
+    query = "SELECT slot, position, cause FROM why(?)"
+    assert lake.execute(query, [SHARED]).fetchall() == [
+        (20, 0, "prefill"),
+        (20, 10, "host slow"),
+        (21, 0, "prefill"),
+        (21, 10, "forward pass slow"),
+    ]
+
+
+def test_a_request_on_the_border_of_a_time_bin_is_in_the_later_one(
+    lake: duckdb.DuckDBPyConnection,
+) -> None:
+    """A quotient of floats puts some of them one bin too early."""
+    arrival = only(lake, "SELECT min(arrived_at) FROM token_gaps")[0]
+    for bins, span_us, border in BORDERS:
+        assert border * span_us / bins // (span_us / bins) < border, "floats err here"
+        start = f"TIMESTAMP '{arrival}' - to_microseconds({border * span_us // bins})"
+        ends = f"{start}, {start} + to_microseconds({span_us})"
+        first = (
+            f"SELECT min(time_bin), min(time_start) FROM latency_heatmap({ends}, {bins}, 4, 0.5)"
+        )
+        assert only(lake, first) == (border, arrival)
 
 
 def test_every_example_of_the_documentation_runs(lake: duckdb.DuckDBPyConnection) -> None:
