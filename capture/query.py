@@ -51,6 +51,10 @@ def run_query(
     import pyarrow as pa
 
     limits = limits or QueryLimits()
+    try:
+        sql.encode()
+    except UnicodeEncodeError as error:
+        raise QueryError(f"the query is not UTF-8 at character {error.start + 1}") from None
     if place.catalog_file is not None and not place.catalog_file.exists():
         raise LakeMissingError(missing(place))
     process = _start(place)
@@ -65,6 +69,8 @@ def run_query(
             with pa.ipc.open_stream(process.stdout) as reader:
                 yield reader
         except (pa.ArrowInvalid, OSError) as error:
+            if _finished(process) == 0 and not watchdog.fired:
+                raise  # it is the caller who failed, writing the rows somewhere
             raise _failure(process, watchdog) from error
         if _finished(process) != 0 or watchdog.fired:
             raise _failure(process, watchdog)

@@ -22,21 +22,26 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 65536
 FILE_BYTES = 1 << 20
+START_CPU_S = 10
 # The scanner extensions open their files and servers without asking DuckDB, and DuckLake's upkeep
-# deletes files; `query` and `query_table` run text, which could spell their names in pieces.
+# deletes files; functions that run text could be given their names in pieces.
 _FOREIGN = re.compile(
     r"\b(?:(?:sqlite|postgres)_(?:scan|query|attach|execute)"
     r"|ducklake_(?:add|cleanup|commit|delete|expire|flush|merge|rewrite|set))\w*",
     re.IGNORECASE,
 )
 _TEXT_RUNNERS = re.compile(
-    r"\bquery(?:_table)?\"?(?:\s|/\*.*?\*/|--[^\n]*\n)*\(", re.IGNORECASE | re.DOTALL
+    r"\b(?:query(?:_table)?|json_execute_serialized_sql)\"?(?:\s|/\*.*?\*/|--[^\n]*\n)*\(",
+    re.IGNORECASE | re.DOTALL,
 )
 _PRAGMA = re.compile(r"(?:\s|/\*.*?\*/|--[^\n]*\n)*pragma\b", re.IGNORECASE | re.DOTALL)
 
 
 def main() -> None:
     request = json.load(sys.stdin.buffer)
+    # Whoever started this process watches its time; should he be killed, the kernel ends it.
+    seconds = int(START_CPU_S + request["limits"]["timeout_s"] * request["limits"]["threads"])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     try:
         _run(request)
     except (CaptureError, OSError) as error:
@@ -107,7 +112,7 @@ def check_statement(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
     if foreign is not None:
         raise QueryError(f"{foreign[0]} is refused: the trace lake can be read here, no more")
     if _TEXT_RUNNERS.search(sql):
-        raise QueryError("query() and query_table() are refused: write the query itself")
+        raise QueryError("query() and others that run text are refused: write the query itself")
 
 
 if __name__ == "__main__":

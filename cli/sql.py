@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import contextmanager
 from enum import StrEnum
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TABLE_ROWS = 100
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # a client's tenant may hold a terminal's codes
 
 
 class Format(StrEnum):
@@ -124,6 +128,11 @@ def _opened(output: Path | None) -> Iterator[IO[bytes]]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
+    if output.exists() and not output.is_file():  # /dev/null, a pipe: nothing to put in its place
+        with output.open("wb") as file:
+            yield file
+        return
+    output = output.resolve()  # a link goes on pointing where it does
     temporary = output.with_name(f".{output.name}.part")
     try:
         with temporary.open("wb") as file:
@@ -136,14 +145,15 @@ def _opened(output: Path | None) -> Iterator[IO[bytes]]:
 def _write_table(batches: _Limited, stream: IO[bytes], *, to_terminal: bool) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for field in batches.schema:
         numeric = str(field.type).startswith(("int", "uint", "float", "double", "decimal"))
-        table.add_column(field.name, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(Text(field.name), justify="right" if numeric else "left", overflow="fold")
     for batch in batches:
-        for row in batch.to_pylist():
-            table.add_row(*(_cell(value) for value in row.values()))
+        for row in zip(*map(_values, batch.columns), strict=True):
+            table.add_row(*(Text(_cell(value)) for value in row))  # plain: [x] is no markup
     terminal = to_terminal and sys.stdout.isatty()
     console = Console() if terminal else Console(width=10_000, no_color=True, highlight=False)
     with console.capture() as captured:
@@ -155,7 +165,8 @@ def _write_table(batches: _Limited, stream: IO[bytes], *, to_terminal: bool) -> 
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(_plain(value))
+    text = f"{value:.6g}" if isinstance(value, float) else str(_plain(value))
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _write_csv(batches: _Limited, stream: IO[bytes]) -> None:
@@ -166,15 +177,16 @@ def _write_csv(batches: _Limited, stream: IO[bytes]) -> None:
     writer = csv.writer(text)
     writer.writerow(batches.schema.names)
     for batch in batches:
-        columns = (map(_plain, column.to_pylist()) for column in batch.columns)
+        columns = (map(_plain, _values(column)) for column in batch.columns)
         writer.writerows(zip(*columns, strict=True))
     text.detach()
 
 
 def _write_json(batches: _Limited, stream: IO[bytes]) -> None:
+    names = batches.schema.names
     for batch in batches:
-        for row in batch.to_pylist():
-            plain = {name: _plain(value) for name, value in row.items()}
+        for row in zip(*map(_values, batch.columns), strict=True):
+            plain = dict(zip(names, map(_plain, row), strict=True))
             stream.write(json.dumps(plain, ensure_ascii=False).encode() + b"\n")
 
 
@@ -186,13 +198,28 @@ def _write_parquet(batches: _Limited, stream: IO[bytes]) -> None:
             writer.write_batch(batch)
 
 
+def _values(column: pa.Array) -> list[Any]:
+    """A column's values; as text where Python has none, such as a time after the year 9999."""
+    try:
+        return list(column.to_pylist())
+    except (OverflowError, ValueError):
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except (OverflowError, ValueError):
+        return f"{getattr(scalar, 'value', 'out of range')} {scalar.type}"
+
+
 def _plain(value: Any) -> Any:
     """What JSON and CSV can hold: ISO 8601 times, text for identifiers, null for NaN."""
     if value is None or isinstance(value, str | int | bool):
         return value
     if isinstance(value, float):
         return value if value - value == 0 else None
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -116,6 +118,7 @@ def test_an_absent_lake_names_the_way_out(tmp_path: Path) -> None:
         ('SELECT * FROM "SQLITE_SCAN"(1)', "SQLITE_SCAN is refused"),
         ("SELECT * FROM query('SELECT * FROM sqlite' || '_scan(1)')", "query.* refused"),
         ('SELECT * FROM "query" /* x */ (1)', "query.* refused"),
+        ("SELECT * FROM json_execute_serialized_sql(json_serialize_sql('x'))", "refused"),
         ("SELECT * FROM ducklake_cleanup_old_files('lake')", "is refused"),
     ],
 )
@@ -159,7 +162,9 @@ def test_all_tokens_are_still_there(home: Path) -> None:
 
 
 def test_a_runaway_query_is_stopped_in_time(home: Path) -> None:
-    runaway = "SELECT sum(a.latency_us + b.slot) FROM tokens a, tokens b, tokens c, tokens d"
+    runaway = (
+        "SELECT sum(a.latency_us + b.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e"
+    )
     started = time.monotonic()
     with pytest.raises(QueryError, match=r"stopped after 0\.5 s"):
         rows(home, runaway, QueryLimits(timeout_s=0.5))
@@ -186,6 +191,47 @@ def test_a_query_may_come_from_standard_input(home: Path) -> None:
         env={"INFERLOOP_HOME": str(home)},
     )
     assert result.stdout.splitlines() == ["answer", "42"]
+
+
+def test_names_and_values_are_not_read_as_markup_or_terminal_codes(home: Path) -> None:
+    lines = sql(
+        home, "SELECT '[/x]' AS \"[/b]\", chr(27) || '[2J' AS c, 1 AS c"
+    ).stdout.splitlines()
+    assert [line.split() for line in lines] == [["[/b]", "c", "c"], ["[/x]", "\ufffd[2J", "1"]]
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "json"])
+def test_times_that_python_has_no_type_for_are_printed(home: Path, form: str) -> None:
+    result = sql(
+        home, "SELECT 'infinity'::TIMESTAMP, DATE '20000-01-01', [DATE '20000-01-01']", "-f", form
+    )
+    assert result.exit_code == 0, result.exception
+
+
+def test_a_device_is_written_to_and_a_link_followed(home: Path, tmp_path: Path) -> None:
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("cannot make a device here")
+    link, target = tmp_path / "link.csv", tmp_path / "target.csv"
+    link.symlink_to(target)
+    for output in (device, link):
+        assert sql(home, "SELECT 1", "-f", "csv", "-o", str(output)).exit_code == 0
+    assert device.is_char_device()
+    assert link.is_symlink()
+    assert target.exists()
+
+
+def test_a_reader_that_goes_away_is_no_error_of_the_query(home: Path) -> None:
+    query = "SELECT a.slot FROM tokens a, tokens b, tokens c"
+    with pytest.raises(BrokenPipeError), run_query(place_of(home), query):
+        raise BrokenPipeError
+
+
+def test_a_query_that_is_no_text_is_refused(home: Path) -> None:
+    with pytest.raises(QueryError, match="not UTF-8 at character 8"):
+        rows(home, "SELECT \udcff")
 
 
 def test_odd_values_survive_every_format(home: Path) -> None:
