@@ -464,14 +464,14 @@ def test_readers_query_during_ingest_without_a_lock_error(
     place: LakePlace, rings: Path, tmp_path: Path
 ) -> None:
     rings.mkdir()
-    pid = live_engine(rings, 4)
+    pid = live_engine(rings, 2.5)
     process = start_collector(tmp_path, rings)
     connection = open_lake(place)
     errors: list[Exception] = []
 
     def query(cursor: duckdb.DuckDBPyConnection) -> None:
         last = 0
-        end = time.monotonic() + 4
+        end = time.monotonic() + 2.5
         try:
             while time.monotonic() < end:
                 row = cursor.execute("SELECT count(*) FROM token_gaps").fetchone()
