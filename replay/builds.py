@@ -216,18 +216,24 @@ class RunningBuild:
         if workdir is not None and not workdir.is_dir():
             raise BuildError(f"build {self.spec.name}: workdir {workdir} is no directory")
         command[0] = _find_program(command[0], environment, workdir, self.spec.name)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         launch = [sys.executable, "-I", "-S", str(launcher.__file__), *command]
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                launch,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=workdir,
-                start_new_session=True,
-            )
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    launch,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    cwd=workdir,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise BuildError(
+                f"build {self.spec.name} cannot be started with its log in {self.log}: "
+                f"{error.strerror}"
+            ) from error
 
     async def _wait_until_healthy(self, client: httpx.AsyncClient) -> None:
         deadline = time.monotonic() + self.spec.health_timeout_s

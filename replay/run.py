@@ -129,10 +129,12 @@ async def _run(plan: _Plan) -> int:
         for arm in ("new", "old_b"):
             async with plan.build(arm) as build:
                 passes.append(await _pass(plan, run_id, build, arm))
-        _finish(plan, run_id, passes, {"old": old.fingerprint, "new": new.fingerprint})
+        fingerprints = {"old": old.fingerprint, "new": new.fingerprint}
+        summary = _finish(plan, run_id, passes, fingerprints)
     except BaseException as error:
         _abort(plan, run_id, error)
         raise
+    _write_summary(plan, summary)
     return run_id
 
 
@@ -209,8 +211,8 @@ def _abort(plan: _Plan, run_id: int, error: BaseException) -> None:
 
 def _finish(
     plan: _Plan, run_id: int, passes: Sequence[Pass], fingerprints: Mapping[str, str]
-) -> None:
-    """Compare the arms, and store diffs, summary and status in one transaction."""
+) -> dict[str, Any]:
+    """Compare the arms, and store diffs, summary and status in one transaction; the summary."""
     problems = [problem for done in passes for problem in _problems(done, plan.bounds)]
     problems += _changed_builds(passes, fingerprints)
     with plan.sessions.begin() as session:
@@ -233,9 +235,19 @@ def _finish(
         run.status = "invalid" if problems else "valid"
         run.reason = "; ".join(problems) or None
         run.finished_at = now()
-        summary = {"run": run_id, "status": run.status, "reason": run.reason} | run.summary
+        return {"run": run_id, "status": run.status, "reason": run.reason} | run.summary
+
+
+def _write_summary(plan: _Plan, summary: Mapping[str, Any]) -> None:
     path = plan.directory / "summary.json"
-    path.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"run {summary['run']} is complete ({summary['status']}), but {path} cannot be "
+            f"written: {error.strerror}"
+        ) from error
 
 
 def _problems(done: Pass, bounds: Bounds) -> list[str]:

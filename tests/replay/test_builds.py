@@ -130,6 +130,13 @@ def test_odd_answers_about_models_are_refused(
         asyncio.run(enter())
 
 
+def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = BuildSpec(name="b", command="true {port}")
+    with pytest.raises(BuildError, match="build b cannot be started with its log in"):
+        asyncio.run(started(spec, tmp_path / "file" / "log"))
+
+
 def test_a_log_cannot_drive_the_terminal(tmp_path: Path) -> None:
     program = r"print('\\33[31mred'); raise SystemExit(3)"
     spec = BuildSpec(name="b", command=f'{sys.executable} -c "{program}" {{port}}')

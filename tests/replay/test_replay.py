@@ -198,6 +198,20 @@ def test_a_build_that_never_becomes_healthy_leaves_no_run(
         assert session.scalars(select(Run)).all() == []
 
 
+def test_a_run_stays_valid_when_its_summary_cannot_be_written(
+    sessions: Sessions, tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_the_way(out_dir: Path) -> Path:
+        (out_dir / "summary.json").mkdir(parents=True)
+        return out_dir
+
+    monkeypatch.setattr("replay.run._make_directory", in_the_way)
+    with pytest.raises(RunError, match=r"run 1 is complete \(valid\), but .*summary.json"):
+        run(sessions, tmp_path, toys("plain"), toys("plain"), count=2)
+    with sessions() as session:
+        assert session.scalars(select(Run.status)).all() == ["valid"]
+
+
 def test_bad_speed_is_refused(sessions: Sessions, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not above 0"):
         replay(
