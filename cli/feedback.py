@@ -19,6 +19,9 @@ feedback_app = typer.Typer(
 )
 app.add_typer(feedback_app, name="feedback")
 
+MAX_DAYS = 366
+"""Builds change faster than that: a policy that outlives them all is a mistake."""
+
 
 @feedback_app.command()
 def publish(
@@ -44,8 +47,11 @@ def publish(
     """
     from datetime import timedelta
 
+    from evaluation.errors import FeedbackError
     from evaluation.feedback import FeedbackRules
 
+    if not 0 < days <= MAX_DAYS:
+        raise FeedbackError(f"--days is {days:g}, it must be above 0 and at most {MAX_DAYS}")
     rules = FeedbackRules(
         basis=_basis(basis),
         min_labels=min_labels,

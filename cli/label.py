@@ -186,7 +186,16 @@ def _queue(run: int | None, expert: str | None) -> LabelQueue:
     from cli.database import open_database
     from evaluation.labels import LabelQueue
 
-    return LabelQueue(open_database(), expert or getpass.getuser(), run)
+    return LabelQueue(open_database(), _login_name() if expert is None else expert, run)
+
+
+def _login_name() -> str:
+    from evaluation.errors import LabelError
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError) as error:  # a container's user without a name
+        raise LabelError("you have no login name: say who judges with --expert") from error
 
 
 def _print_pair(queue: LabelQueue) -> None:

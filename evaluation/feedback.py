@@ -148,8 +148,12 @@ def demote(path: Path, class_key: str, points: int, now: datetime) -> Policy:
     """An operator's decision: serve `class_key` later by `points` (0: no longer), whatever labels
     say, until the policy in the file expires or is published anew. Returns what was written.
 
-    Raises FeedbackError while the kill switch is on, and for points outside 0..100.
+    Raises FeedbackError while the kill switch is on, for points outside 0..100 and for a key that
+    no request can have.
     """
+    parts = class_key.split("/")
+    if not class_key.isprintable() or not all(part.strip() for part in parts):
+        raise FeedbackError(f"{class_key!r} is no class: give tenant[/route[/template]]")
     if not 0 <= points <= 100:
         raise FeedbackError(f"{points} points is outside 0..100")
     current = read_policy(path)

@@ -39,6 +39,7 @@ SIDE_BLOCK = 8
 CHECK_BLOCK = 8
 """One pair in every block of this many is a hidden A/A check, as long as there are any."""
 MAX_NAME = 80
+MACHINE_PREFIX = "machine:"
 MAX_COMMENT = 4000
 
 
@@ -286,6 +287,8 @@ def expert_named(session: Session, name: str, kind: str = "expert") -> Expert:
     name = " ".join(unicodedata.normalize("NFC", name).split())
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise LabelError(f"an expert's name has 1 to {MAX_NAME} printable characters")
+    if kind == "expert" and name.startswith(MACHINE_PREFIX):
+        raise LabelError(f"names that begin with {MACHINE_PREFIX!r} are for referee builds")
     query = select(Expert).where(Expert.name == name)
     found = session.scalar(query)
     if found is None:

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from evaluation.errors import EvaluationError
 from evaluation.judgements import find_run, judgeable, visible_noise
-from evaluation.labels import expert_named
+from evaluation.labels import MACHINE_PREFIX, MAX_NAME, expert_named
 from evaluation.models import Label
 from replay.builds import BuildSpec, RunningBuild
 from replay.models import Diff, Run
@@ -73,7 +73,8 @@ def prelabel(
         fingerprint, flat = asyncio.run(_scores(referee, run, given, log, progress))
         scores = list(zip(flat[::2], flat[1::2], strict=True))
         threshold = _threshold(scores[len(changes) :], least_threshold)
-        expert = f"machine:{referee.name}:{fingerprint[:8]}"
+        room = MAX_NAME - len(MACHINE_PREFIX) - 9
+        expert = f"{MACHINE_PREFIX}{referee.name[:room]}:{fingerprint[:8]}"
         values = _store(session, expert, changes, scores[: len(changes)], threshold)
         session.commit()
     return Prelabels(

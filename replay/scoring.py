@@ -7,6 +7,7 @@ the judge. Prompt and answer must be tokens of that build's own tokenizer.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import httpx
 from replay.builds import BuildSpec, RunningBuild
 from replay.client import TIMEOUT
 from replay.passes import Progress
-from replay.stream import error_message
+from replay.stream import UNREADABLE, error_message, one_line
 
 CONCURRENCY = 4
 
@@ -99,8 +100,8 @@ async def _score(client: httpx.AsyncClient, model: str, item: Given) -> Score:
         return Score(answer_logprobs(choice["prompt_logprobs"], item))
     except httpx.HTTPError as error:
         return Score([], f"{type(error).__name__}: {error}".rstrip(": "))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        return Score([], f"the build returned no usable prompt_logprobs: {error!r}")
+    except UNREADABLE as error:
+        return Score([], f"the build returned no usable prompt_logprobs: {one_line(repr(error))}")
 
 
 def answer_logprobs(entries: Sequence[dict[str, Any] | None], item: Given) -> list[float]:
@@ -113,5 +114,8 @@ def answer_logprobs(entries: Sequence[dict[str, Any] | None], item: Given) -> li
     for token_id, entry in zip(item.answer, entries[len(item.prompt) :], strict=True):
         if entry is None:
             raise ValueError("an answer without a prompt has no score for its first token")
-        found.append(float(entry[str(token_id)]["logprob"]))
+        logprob = float(entry[str(token_id)]["logprob"])
+        if not math.isfinite(logprob):
+            raise ValueError(f"the log-probability of token {token_id} is {logprob}")
+        found.append(logprob)
     return found

@@ -204,6 +204,19 @@ def test_a_session_in_the_terminal(
     assert all(entry.seconds is not None for entry in found)
 
 
+def test_somebody_without_a_login_name_says_who_judges(
+    inferloop, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 54321")
+
+    add_run(sessions)
+    monkeypatch.setattr("getpass.getuser", nobody)
+    code, _, err = inferloop("label", "next", "--json")
+    assert (code, "say who judges with --expert" in err) == (1, True)
+    assert inferloop("label", "next", "--json", "--expert", "")[0] == 1
+
+
 def test_label_list_counts_experts_and_machines_apart(inferloop, sessions: Sessions) -> None:
     run_id = add_run(sessions, classes=[CLASS] * 4)
     label(sessions, run_id, [-1, 0, 1])
@@ -246,6 +259,9 @@ def test_publish_show_disable(inferloop, sessions: Sessions, tmp_path: Path) -> 
         (("--max-effect", "0"), "max_effect is 0"),
         (("--confidence", "95"), "confidence is 95"),
         (("--basis", "machine"), "no machine verdicts"),
+        (("--days", "nan"), "--days is nan"),
+        (("--days", "inf"), "at most 366"),
+        (("--days", "-1"), "--days is -1"),
     ],
 )
 def test_wrong_feedback_flags_are_one_line(

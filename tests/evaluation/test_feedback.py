@@ -291,6 +291,9 @@ def test_an_operator_cannot_demote_past_the_kill_switch_or_the_bounds(tmp_path: 
     path = tmp_path / "policy.json"
     with pytest.raises(FeedbackError, match="101"):
         demote(path, "a", 101, NOW)
+    for key in ("", "  ", "a//b", "a/", "a\x1b[31m"):
+        with pytest.raises(FeedbackError, match="is no class"):
+            demote(path, key, 5, NOW)
     disable(path, NOW)
     with pytest.raises(FeedbackError, match="disabled"):
         demote(path, "a", 10, NOW)

@@ -280,9 +280,11 @@ def test_bad_names_are_refused(sessions: Sessions, name: str) -> None:
 
 def test_a_machines_name_cannot_be_used_by_a_person(sessions: Sessions) -> None:
     run_id = add_run(sessions)
-    label(sessions, run_id, [0], expert="machine:ref", kind="machine")
+    label(sessions, run_id, [0], expert="ref", kind="machine")
     with pytest.raises(LabelError, match="name of a machine"):
-        queue(sessions, "machine:ref")
+        queue(sessions, "ref")
+    with pytest.raises(LabelError, match="are for referee builds"):
+        queue(sessions, "machine:mine")
 
 
 def test_missing_runs_are_named(sessions: Sessions) -> None:

@@ -277,3 +277,5 @@ def test_a_command_build_scores_too_and_errors_are_per_answer(tmp_path: Path) ->
 def test_prompt_logprobs_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="2 entries for 3 tokens"):
         answer_logprobs([None, {"5": {"logprob": -1.0}}], Given([1], [5, 6]))
+    with pytest.raises(ValueError, match="log-probability of token 5 is nan"):
+        answer_logprobs([None, {"5": {"logprob": float("nan")}}], Given([1], [5]))
