@@ -54,7 +54,7 @@ def page() -> None:
     st.title("Judge what changed")
     url = Settings().database
     try:
-        sessions = _sessions(url)
+        sessions = _sessions(url, _stamp(url))
         runs = _runs(sessions)
     except (migrations.MigrationError, DatabaseError) as error:
         st.error(str(error), icon=":material/error:")
@@ -249,7 +249,17 @@ def _run_title(run_id: int, started: datetime) -> str:
     return f"Run {run_id}, {started:%Y-%m-%d %H:%M} UTC"
 
 
-@st.cache_resource(max_entries=2)
-def _sessions(url: str) -> sessionmaker[Session]:
+@st.cache_resource(max_entries=2, on_release=lambda sessions: sessions.kw["bind"].dispose())
+def _sessions(url: str, stamp: tuple[int, int] | None) -> sessionmaker[Session]:
+    """Sessions of the whole process. `stamp` changes when the database is another file: verdicts
+    must not go into a deleted one."""
     migrations.require_current(url)
     return open_sessions(url)
+
+
+def _stamp(url: str) -> tuple[int, int] | None:
+    file = migrations.sqlite_file(url)
+    if file is None or not file.exists():
+        return None
+    status = file.stat()
+    return status.st_dev, status.st_ino

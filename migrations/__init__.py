@@ -72,7 +72,7 @@ def require_current(url: str) -> None:
 
     A SQLite database without any table is created on the spot: there is nothing to lose in it.
     """
-    if _sqlite_file(url) is None and _parse(url).get_backend_name() == "sqlite":
+    if sqlite_file(url) is None and _parse(url).get_backend_name() == "sqlite":
         raise MigrationError(
             f"{shown(url)} is a database in memory, which ends with the command: "
             "give sqlite:///FILE"
@@ -88,6 +88,16 @@ def require_current(url: str) -> None:
             f"the database {shown(url)} {state}, this version needs {head()}: "
             "run `inferloop db upgrade`"
         )
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite database; None for others. Raises MigrationError for a wrong URL."""
+    parsed = _parse(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        return None
+    if parsed.database == ":memory:":
+        return None
+    return Path(parsed.database)
 
 
 def _config() -> Config:
@@ -113,22 +123,13 @@ def _parse(url: str) -> URL:
     return parsed
 
 
-def _sqlite_file(url: str) -> Path | None:
-    parsed = _parse(url)
-    if parsed.get_backend_name() != "sqlite" or not parsed.database:
-        return None
-    if parsed.database == ":memory:":
-        return None
-    return Path(parsed.database)
-
-
 def _missing_sqlite_file(url: str) -> bool:
-    path = _sqlite_file(url)
+    path = sqlite_file(url)
     return path is not None and not path.exists()
 
 
 def _create_parent(url: str) -> None:
-    path = _sqlite_file(url)
+    path = sqlite_file(url)
     if path is None:
         return
     try:
@@ -138,7 +139,7 @@ def _create_parent(url: str) -> None:
 
 
 def _is_fresh_sqlite(url: str) -> bool:
-    if _sqlite_file(url) is None:
+    if sqlite_file(url) is None:
         return False
     if _missing_sqlite_file(url):
         return True

@@ -119,6 +119,27 @@ def test_judging_page_of_a_foreign_schema_is_a_clear_line(home: Path) -> None:
     assert "this version" in texts(run(labelling_page).error)
 
 
+def test_judging_page_of_a_database_that_was_replaced_uses_the_new_one(home: Path) -> None:
+    add_run(database())
+    app = run(labelling_page)
+    assert not app.info or "no replay" not in texts(app.info)
+    for file in home.glob("inferloop.sqlite*"):
+        file.unlink()
+    app.run()
+    assert "no replay to judge yet" in texts(app.info)
+
+
+def test_judging_page_of_a_failing_database_is_a_clear_line(home: Path) -> None:
+    sessions = database()
+    add_run(sessions)
+    app = run(labelling_page)
+    with sessions.kw["bind"].begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE labels RENAME TO gone")
+    app.text_input(key="expert").set_value("ann").run()
+    assert not app.exception
+    assert "no such table" in texts(app.error)
+
+
 def test_judging_undoing_and_skipping(home: Path) -> None:
     sessions = database()
     run_id = add_run(sessions, classes=[CLASS] * 3)
