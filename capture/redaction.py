@@ -94,6 +94,15 @@ _DIGITS = re.compile(r"\d+")
 _NOT_BEFORE_PHONE = re.compile(r"(?:[A-Za-z0-9_]|\d[.,])\Z")
 _NOT_AFTER_PHONE = re.compile(r"[A-Za-z0-9_]")
 
+_BEGUN = re.compile(
+    rf"(?:\d[{NUMBER_SEPARATORS}]{{0,2}}){{6,}}\Z|[^\s@]{{1,64}}@[^\s@]{{0,255}}\Z"
+    r"|(?<![A-Za-z0-9])(?:[A-Za-z0-9]{2,10}[-_]|eyJ|AKIA|ASIA|AIza|SG\.|hvs\.)"
+    r"(?=[A-Za-z0-9_\-.]*\d)[A-Za-z0-9_\-.]{4,}\Z"
+    r"|(?<![A-Za-z0-9])(?:[sprg]s?k|gh[oprsu]|gl[a-z]{2,4}|xox[a-z]|hf)[-_][A-Za-z0-9_\-]{4,}\Z"
+)
+"""A number, address or key that may be incomplete, at the end of an answer that was cut off."""
+BEGUN_CHARS = 512
+
 Span = tuple[int, int, str]
 """Start, stop and kind of something to hide."""
 
@@ -112,6 +121,12 @@ class Redactor:
         if "PRIVATE KEY" in text:
             text = self._replace(_PRIVATE_KEY, "secret", text)
         return "".join(self._piece(piece) for piece in _pieces(text))
+
+    def cut_off(self, text: str) -> str:
+        """An answer that ends anywhere: what its end may be the beginning of goes too."""
+        text = self.text(text)
+        found = _BEGUN.search(text, max(0, len(text) - BEGUN_CHARS))
+        return text if found is None else self._cut_out(text, [(*found.span(), "begun")])
 
     def value(self, value: Any) -> Any:
         """A JSON value with every string in it redacted, keys included."""
@@ -216,9 +231,15 @@ def redact_record(record: dict[str, Any]) -> dict[str, Any]:
     redactor = Redactor()
     clean: dict[str, Any] = {}
     touched: set[str] = set()
+    ended = record.get("finish_reason")
     for key, value in record.items():
         before = redactor.counts.total()
-        clean[key] = value if key in UNSCANNED else redactor.value(value)
+        if key in UNSCANNED:
+            clean[key] = value
+        elif key == "output_text" and isinstance(value, str) and ended != "stop":
+            clean[key] = redactor.cut_off(value)
+        else:
+            clean[key] = redactor.value(value)
         if redactor.counts.total() > before:
             touched.add(key)
     counts = redactor.counts

@@ -150,6 +150,28 @@ def test_an_answer_with_personal_data_loses_its_tokens_and_alternatives() -> Non
     assert clean["redactions"] == {"phone": 1, "output_token_ids": 1, "top": 1}
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("pay 4111 1111 11", "pay <begun>"),
+        ("write to jane.doe@exam", "write to <begun>"),
+        ("use sk-proj-abcd", "use <begun>"),
+        ("use dop_v1_12ab", "use <begun>"),
+        ("use ghp_0123456", "use <begun>"),
+        ("in 2026", "in 2026"),
+        ("a well-known end", "a well-known end"),
+    ],
+)
+def test_half_a_secret_at_the_end_of_a_cut_answer_goes(text: str, kept: str) -> None:
+    for reason in ("length", None, "abort"):
+        record = {"output_text": text, "output_token_ids": [1], "finish_reason": reason}
+        clean = redact_record(record)
+        assert clean["output_text"] == kept
+        assert ("output_token_ids" in clean) == (kept == text)
+    complete = redact_record({"output_text": text, "finish_reason": "stop"})
+    assert complete["output_text"] == text
+
+
 def test_token_ids_without_their_text_are_not_kept() -> None:
     clean = redact_record({"prompt_token_ids": [1, 2], "output_token_ids": [3]})
     assert "prompt_token_ids" not in clean
