@@ -6,7 +6,10 @@ import typer
 
 from cli.main import app
 
-db_app = typer.Typer(no_args_is_help=True, help="Create and migrate the relational database.")
+db_app = typer.Typer(
+    no_args_is_help=True,
+    help="Create and migrate the relational database.\n\nExample: inferloop db upgrade",
+)
 app.add_typer(db_app, name="db")
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 feedback_app = typer.Typer(
     no_args_is_help=True,
-    help="Publish which request classes are served later because a build harms them.",
+    help="Publish which request classes are served later because a build harms them."
+    "\n\nExample: inferloop feedback publish --dry-run",
 )
 app.add_typer(feedback_app, name="feedback")
 

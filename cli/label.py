@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from evaluation.wording import Span
 
 label_app = typer.Typer(
-    no_args_is_help=True, help="Judge what a build changed: blind, one verdict per expert and diff."
+    no_args_is_help=True,
+    help="Judge what a build changed: blind, one verdict per expert and diff."
+    "\n\nExample: inferloop label next --expert ann",
 )
 app.add_typer(label_app, name="label")
 

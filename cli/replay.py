@@ -28,7 +28,8 @@ class _ReplayGroup(TyperGroup):
 replay_app = typer.Typer(
     cls=_ReplayGroup,
     no_args_is_help=True,
-    help="Replay traffic through an old and a new build; show what changed.",
+    help="Replay traffic through an old and a new build; show what changed."
+    "\n\nExample: inferloop replay --old old.toml --new new.toml",
 )
 app.add_typer(replay_app, name="replay")
 

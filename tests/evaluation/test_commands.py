@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
+import cli.db
 import cli.feedback
 import cli.gate
 import cli.label
@@ -215,6 +216,12 @@ def test_somebody_without_a_login_name_says_who_judges(
     code, _, err = inferloop("label", "next", "--json")
     assert (code, "say who judges with --expert" in err) == (1, True)
     assert inferloop("label", "next", "--json", "--expert", "")[0] == 1
+
+
+def test_help_keeps_what_stands_in_brackets_and_groups_show_an_example(inferloop) -> None:
+    assert "the table [gate]" in inferloop("gate", "--help")[1]
+    for group in ("replay", "label", "feedback", "db"):
+        assert f"Example: inferloop {group} " in inferloop(group, "--help")[1]
 
 
 def test_label_list_counts_experts_and_machines_apart(inferloop, sessions: Sessions) -> None:
