@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -29,9 +31,10 @@ def collect(
 ) -> None:
     """Follow the engines' trace rings and commit every token to the trace lake.
 
-    Runs until Ctrl-C or SIGTERM, then drains. Engines may start, stop and crash meanwhile; a
-    crash leaves a report in <home>/crashes. Where rings and lake are: INFERLOOP_HOME,
-    INFERLOOP_RING_DIR, INFERLOOP_LAKE_CATALOG, INFERLOOP_LAKE_DATA.
+    Runs until Ctrl-C or SIGTERM, then drains. Engines may start, stop and
+    crash meanwhile; a crash leaves a report in <home>/crashes.
+    Where rings and lake are: INFERLOOP_HOME, INFERLOOP_RING_DIR,
+    INFERLOOP_LAKE_CATALOG, INFERLOOP_LAKE_DATA.
 
     Example:  inferloop collect
     """
@@ -70,13 +73,14 @@ def collect(
 
 
 class Progress:
-    """A live line on a terminal; a log line every ten seconds elsewhere."""
+    """A live line on a terminal; a log line every ten seconds elsewhere, and in the background,
+    where a live line would be drawn over the prompt of the shell."""
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
         from rich.status import Status as Spinner
 
         self._spinner = Spinner("waiting for rings", console=console)
-        self._live = console.is_terminal and not quiet
+        self._live = console.is_terminal and not quiet and _in_foreground()
         self._quiet = quiet
         self._console = console
         self._shown_s = 0.0
@@ -106,6 +110,14 @@ class Progress:
             self._spinner.update(text)
         else:
             self._console.print(text)
+
+
+def _in_foreground() -> bool:
+    """Whether the terminal of standard error is this process's to draw on."""
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except OSError:
+        return True
 
 
 def described(status: Status) -> str:

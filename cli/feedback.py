@@ -169,15 +169,16 @@ def _state(policy: Policy) -> str:
     from replay.database import now
 
     demoted = sum(entry.adjustment < 0 for entry in policy.classes.values())
+    classes = "1 class" if demoted == 1 else f"{demoted} classes"
     until = f"until {policy.expires_at:%Y-%m-%d %H:%M} UTC"
     if not policy.enabled:
         state = "disabled: no class is adjusted"
     elif now() >= policy.expires_at:
         state = f"expired at {policy.expires_at:%Y-%m-%d %H:%M} UTC: no class is adjusted"
     elif policy.dry_run:
-        state = f"dry run {until}: {demoted} classes would be demoted"
+        state = f"dry run {until}: {classes} would be demoted"
     else:
-        state = f"in force {until}: {demoted} classes demoted by at most {policy.max_effect}"
+        state = f"in force {until}: {classes} demoted by at most {policy.max_effect}"
     return f"policy {visible(policy.policy_id)}, {state}"
 
 

@@ -87,6 +87,7 @@ def show(run: Run = None) -> None:
     from cli.database import open_database
     from evaluation.judgements import agreement, expert_quality, find_run, judgements
     from evaluation.tally import resolve, tally
+    from replay.history import changed_diffs
 
     with open_database()() as session:
         found = find_run(session, run)
@@ -94,6 +95,9 @@ def show(run: Run = None) -> None:
         machine = sum(bool(entry.votes) for entry in judgements(session, found, "machine"))
         alpha = agreement(judgements(session, found))
         experts = expert_quality(session, found)
+        disputed = {entry.diff_id for entry in entries if entry.disputed}
+        numbered = enumerate(changed_diffs(session, found) if disputed else (), start=1)
+        disputes = [str(number) for number, diff in numbered if diff.id in disputed]
     console = Console()
     counts = tally(entries)
     typer.echo(
@@ -112,7 +116,6 @@ def show(run: Run = None) -> None:
     console.print(_table(("expert", "labels", "false alarms on hidden A/A pairs"), alarms))
     if alpha is not None:
         typer.echo(f"agreement (Krippendorff's alpha): {alpha:.2f}")
-    disputes = [str(entry.diff_id) for entry in entries if entry.disputed]
     if disputes:
         typer.echo(f"disputed diffs: {', '.join(disputes)}")
 

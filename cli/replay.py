@@ -48,8 +48,8 @@ def run_replay(
 ) -> None:
     """Replay traffic through OLD, NEW and OLD again, and compare. `run` may be left out.
 
-    The two OLD passes measure the noise floor: what they differ in is no change. Exits with 1 if
-    the run is not valid (too many failures, or requests sent too late).
+    The two OLD passes measure the noise floor: what they differ in is no change.
+    Exits with 1 if the run is not valid (too many failures, or requests sent late).
 
     Example: inferloop replay --old old.toml --new new.toml --traffic traffic.jsonl --speed 2
     """

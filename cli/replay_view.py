@@ -59,9 +59,10 @@ def diff_view(diff: Diff, number: int, of: int) -> RenderableType:
     """One diff side by side, what changed highlighted."""
     title = Text.assemble(
         ("diff ", "bold"), (f"{number} of {of}", "bold"), f"  {_kind(diff)}  class ",
-        (visible(diff.class_key), "cyan"), f"  request {diff.request_id}",
+        (visible(diff.class_key), "cyan"),
     )  # fmt: skip
-    parts: list[RenderableType] = [title, _prompt_panel(diff.input)]
+    request = Text(f"request {diff.request_id}", style="dim")
+    parts: list[RenderableType] = [title, request, _prompt_panel(diff.input)]
     parts += [Text(f"  {visible(line)}", style="yellow") for line in explanation(diff)]
     left, right = compare(diff.left.output_text or "", diff.right.output_text or "")
     table = Table(expand=True, show_lines=False)
@@ -123,7 +124,9 @@ def _headline(run: Run) -> Text:
 
 def _traffic_lines(run: Run) -> list[Text]:
     traffic = run.summary.get("traffic") or {}
-    lines = [Text(f"  traffic: {traffic.get('requests')} requests of {visible(run.traffic_file)}")]
+    count = traffic.get("requests")
+    requests = "1 request" if count == 1 else f"{count} requests"
+    lines = [Text(f"  traffic: {requests} of {visible(run.traffic_file)}")]
     if traffic.get("skipped"):
         counts = ", ".join(f"{count} {reason}" for reason, count in traffic["skipped"].items())
         lines.append(Text(f"  not replayed: {counts}", style="yellow"))
@@ -168,7 +171,9 @@ def _noise_lines(run: Run) -> RenderableType:
 
 
 def _latency_table(run: Run) -> Table:
-    table = Table("latency (medians, ms)", "OLD", "NEW", "change [95 %]", "noise [95 %]", "verdict")
+    table = Table(
+        "medians, ms", "OLD", "NEW", "change per request [95 %]", "noise [95 %]", "verdict"
+    )
     for change in run.summary["latency"]:
         verdict = change["verdict"]
         style = {"slower": "bold red", "faster": "bold green"}.get(verdict, "")

@@ -56,8 +56,8 @@ def sql(
 ) -> None:
     """Query the trace lake, also while engines run and the collector writes. Read-only.
 
-    Tables, views and macros with units and examples: docs/sql.md, or `SHOW TABLES` and
-    `DESCRIBE tokens`.
+    Tables, views and macros with units and examples: docs/sql.md,
+    or `SHOW TABLES` and `DESCRIBE tokens`.
 
     Example:  inferloop sql "SELECT * FROM slow_tokens(10)"
 

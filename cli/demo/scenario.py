@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -70,6 +71,9 @@ class Scenario:
             self._judge()
             await self._feed_back()
         self._title(f"Done in {time.monotonic() - began:.0f} s. Try next:")
+        if shutil.which("inferloop") is None:
+            activate = Path(sys.prefix) / "bin" / "activate"
+            self._console.print(Text(f"$ source {activate}", style="bold green"), soft_wrap=True)
         for command in (
             ["sql", queries.WHY_SLOWEST],
             ["sql", queries.UNSURE_TOKENS],
