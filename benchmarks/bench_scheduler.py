@@ -1,6 +1,6 @@
 """Times the scheduler with a full batch and a long queue; no model.
 
-    python benchmarks/bench_scheduler.py
+    python -m benchmarks.bench_scheduler
 
 Budget: 100 us a step with 256 running and 10,000 waiting. Requests come from 50 tenants, at three
 priorities, in both service classes; each that ends is replaced, so both numbers stay what they are.
@@ -13,8 +13,7 @@ import statistics
 import time
 from typing import Any
 
-from report import report
-
+from benchmarks.report import report
 from engine.blocks import BlockPool
 from engine.request import Request, SamplingParams, State
 from engine.scheduler import Scheduler

@@ -65,7 +65,7 @@ ENGINES = Table(
         Column("model", "VARCHAR", "model name"),
         Column("info", "JSON", "configuration, kernel variants and all else the engine reported"),
     ),
-    "SELECT engine_id, started_at, model, info->>'weights' AS weights FROM engines",
+    "SELECT engine_id, started_at, model, info->'weights'->>'held_as' AS weights FROM engines",
 )
 REQUESTS = Table(
     "requests",

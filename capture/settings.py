@@ -116,12 +116,16 @@ class _WithoutSecrets(PydanticBaseSettingsSource):
 
 
 def _toml_file() -> Path:
-    return Path(os.environ.get("INFERLOOP_CONFIG", "inferloop.toml"))
+    """The settings file; a default one need not exist, one that was named must."""
+    named = os.environ.get("INFERLOOP_CONFIG")
+    if named is not None and not Path(named).is_file():
+        raise SettingsError(f"there is no settings file {named} (INFERLOOP_CONFIG)")
+    return Path(named or "inferloop.toml")
 
 
 def _problem(error: ErrorDetails) -> str:
     name = "_".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"there is no setting {name}"
+        return f"there is no setting {name}; there are {', '.join(Settings.model_fields)}"
     shown = "" if name == "mirror_key" else f" is {error['input']!r}"
     return f"setting {name} (INFERLOOP_{name.upper()}){shown}: {error['msg']}"

@@ -189,13 +189,15 @@ def _show_plan(found: Plan) -> None:
 
     from evaluation.wording import visible
 
-    table = Table("class", "decision", "adjustment", "labels", "score", "upper bound", box=None)
+    heads = ("class", "decision", "adjustment", "labels", "mean", "shrunk score", "upper bound")
+    table = Table(*heads, box=None)
     for entry in found.classes:
         cells = (
             entry.score.class_key,
             entry.action,
             f"{entry.adjustment:+d}" if entry.adjustment else "0",
             str(entry.score.labels),
+            f"{entry.score.mean:.3f}",
             f"{entry.score.score:.3f}",
             f"{entry.score.upper:.3f}",
         )

@@ -127,6 +127,8 @@ def _traffic_lines(run: Run) -> list[Text]:
     count = traffic.get("requests")
     requests = "1 request" if count == 1 else f"{count} requests"
     lines = [Text(f"  traffic: {requests} of {visible(run.traffic_file)}")]
+    if traffic.get("shortened_s"):
+        lines.append(Text(f"  {traffic['shortened_s']:.0f} s of idle time were left out"))
     if traffic.get("skipped"):
         counts = ", ".join(f"{count} {reason}" for reason, count in traffic["skipped"].items())
         lines.append(Text(f"  not replayed: {counts}", style="yellow"))

@@ -67,8 +67,8 @@ def page() -> None:
         return
     with st.sidebar:
         run_id = st.selectbox("Replay", list(runs), format_func=runs.__getitem__, key="run")
-        name = st.text_input("Your name", key="expert", placeholder="as it should stand in labels")
-    if not name.strip():
+        name = _who()
+    if not name:
         st.info("Enter your name on the left to begin.", icon=":material/person:")
         return
     try:
@@ -76,6 +76,22 @@ def page() -> None:
         _judge(queue)
     except (EvaluationError, DatabaseError) as error:
         st.error(str(error), icon=":material/error:")
+
+
+def _who() -> str:
+    """The expert's name. Its field goes once it is given: keys are verdicts then, not letters."""
+    name = st.session_state.get("name", "")
+    if name:
+        st.text(f"Judging as {name}")
+        if not st.button("Change", key="change"):
+            return str(name)
+        st.session_state["name"] = ""
+        st.rerun()
+    typed = st.text_input("Your name", key="expert", placeholder="as it should stand in labels")
+    if typed.strip():
+        st.session_state["name"] = typed
+        st.rerun()
+    return ""
 
 
 def answer_html(title: str, answer: Answer, spans: list[Span]) -> str:

@@ -306,10 +306,12 @@ def _expired(policy: Policy) -> str:
 
 
 def _describe(policy: Policy) -> str:
+    count = sum(entry.adjustment != 0 for entry in policy.classes.values())
+    classes = "1 class" if count == 1 else f"{count} classes"
     if not policy.enabled:
         state = "disabled, no class is adjusted"
     elif policy.dry_run:
-        state = f"dry run, {len(policy.classes)} classes would be adjusted"
+        state = f"dry run, {classes} would be adjusted"
     else:
-        state = f"{len(policy.classes)} classes adjusted by at most {policy.max_effect}"
+        state = f"{classes} adjusted by at most {policy.max_effect}"
     return f"policy {policy.policy_id} loaded: {state}"

@@ -59,9 +59,10 @@ class GatePolicy(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
-            raise GateError(
-                f"the gate policy {path}: {key} = {first['input']!r}: {first['msg']}"
-            ) from error
+            problem = f"{key} = {first['input']!r}: {first['msg']}"
+            if first["type"] == "extra_forbidden":
+                problem = f"unknown key {key}; known are {', '.join(cls.model_fields)}"
+            raise GateError(f"the gate policy {path}: {problem}") from error
 
     def bounds(self, successes: int, n: int) -> Interval:
         """Lower and upper bound of a share, each holding with at least `confidence`."""

@@ -64,8 +64,11 @@ class ExpertQuality:
     interval: Interval
 
 
-def find_run(session: Session, run_id: int | None = None) -> Run:
-    """The run with that number, or the newest one. Raises EvaluationError when there is none."""
+def find_run(session: Session, run_id: int | None = None, *, valid: bool = False) -> Run:
+    """The run with that number, or the newest one (`valid`: the newest valid one, if any).
+
+    Raises EvaluationError when there is none.
+    """
     if run_id is not None:
         run = session.get(Run, run_id)
         if run is None:
@@ -73,7 +76,9 @@ def find_run(session: Session, run_id: int | None = None) -> Run:
                 f"there is no run {run_id}: `inferloop replay list` shows those that exist"
             )
         return run
-    newest = session.scalar(select(Run).order_by(Run.id.desc()).limit(1))
+    newest_first = select(Run).order_by(Run.id.desc()).limit(1)
+    newest = session.scalar(newest_first.where(Run.status == "valid")) if valid else None
+    newest = newest or session.scalar(newest_first)
     if newest is None:
         raise EvaluationError("no run yet: make one with `inferloop replay`")
     return newest

@@ -82,7 +82,7 @@ class LabelQueue:
         self._sessions = sessions
         self._random = randomness or secrets.SystemRandom()
         with sessions() as session:
-            self.run_id = find_run(session, run_id).id
+            self.run_id = find_run(session, run_id, valid=True).id
             self.expert = expert_named(session, expert).name
             session.commit()
 

@@ -113,7 +113,10 @@ def load_build(path: Path) -> BuildSpec:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(("build", *map(str, first["loc"])))
-        raise BuildError(f"{path}: {key}: {first['msg'].removeprefix('Value error, ')}") from error
+        problem = f"{key}: {first['msg'].removeprefix('Value error, ')}"
+        if first["type"] == "extra_forbidden":
+            problem = f"unknown key {key}; known are {', '.join(BuildSpec.model_fields)}"
+        raise BuildError(f"{path}: {problem}") from error
     if spec.workdir is not None:
         spec = spec.model_copy(update={"workdir": path.parent / spec.workdir})
     return spec

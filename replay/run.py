@@ -166,6 +166,7 @@ def _create_run(plan: _Plan, old: RunningBuild, new: RunningBuild) -> int:
             "broken": len(traffic.broken),
             "broken_lines": [str(line) for line in traffic.broken[:SHOWN_BROKEN_LINES]],
             "skipped": traffic.skipped,
+            "shortened_s": round(traffic.shortened_s, 3),
         },
     }
     with plan.sessions.begin() as session:

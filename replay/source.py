@@ -29,6 +29,10 @@ CLOCK_TOLERANCE_S = 60.0
 """A monotonic clock that leaves the wall clock by more belongs to another process or boot."""
 
 
+LONGEST_PAUSE_S = 5.0
+"""Time in which nothing was in flight is replayed no longer than this: it changes no answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class BrokenLine:
     """A line that could not be read. `line` counts from 1."""
@@ -54,7 +58,8 @@ class Traffic:
     """What a traffic file holds: replayable records in order of arrival, and what was left out.
 
     `skipped` counts valid records that cannot be replayed, by reason: failed (an error when
-    recorded), truncated, no content. `digest` is the SHA-256 of the files' bytes.
+    recorded), truncated, no content. `digest` is the SHA-256 of the files' bytes; `shortened_s`
+    the idle time that was taken out of the schedule.
     """
 
     records: list[ScheduledRecord]
@@ -62,6 +67,7 @@ class Traffic:
     skipped: dict[str, int]
     digest: str
     files: list[Path] = field(default_factory=list)
+    shortened_s: float = 0.0
 
 
 def read_traffic(path: Path, *, limit: int | None = None) -> Traffic:
@@ -94,10 +100,20 @@ def read_traffic(path: Path, *, limit: int | None = None) -> Traffic:
     if not timed:
         raise TrafficError(_nothing_to_replay(path, files, broken, skipped))
     timed.sort(key=lambda item: item[0])
-    timed = timed[:limit]
-    first = timed[0][0]
-    records = [ScheduledRecord(record, arrival - first) for arrival, record in timed]
-    return Traffic(records, broken, dict(skipped), digest.hexdigest(), files)
+    records, shortened_s = _schedule(timed[:limit])
+    return Traffic(records, broken, dict(skipped), digest.hexdigest(), files, shortened_s)
+
+
+def _schedule(timed: Sequence[tuple[float, TrafficRecord]]) -> tuple[list[ScheduledRecord], float]:
+    """Offsets from the first arrival, pauses shortened, and by how much in all (seconds)."""
+    idle_since = timed[0][0]
+    start = idle_since
+    records = []
+    for arrival_s, record in timed:
+        start += max(0.0, arrival_s - idle_since - LONGEST_PAUSE_S)
+        idle_since = max(idle_since, arrival_s + (record.duration_ms or 0.0) / 1000)
+        records.append(ScheduledRecord(record, arrival_s - start))
+    return records, start - timed[0][0]
 
 
 def parse_record(line: bytes) -> TrafficRecord:

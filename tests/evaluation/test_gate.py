@@ -274,7 +274,7 @@ def test_markdown_takes_no_markup_from_names(sessions: sessionmaker) -> None:
     ("text", "message"),
     [
         ("[gate]\nmax_harm_rate = 0", "max_harm_rate = 0"),
-        ("[gate]\nmax_harm = 0.1", "max_harm = 0.1"),
+        ("[gate]\nmax_harm = 0.1", "unknown key max_harm; known are max_harm_rate"),
         ("[gate]\ninterval = 'wald'", "interval = 'wald'"),
         ("max_harm_rate = 0.1", r"exactly one table, \[gate\]"),
         ("[gate]\nmin_labels = true", "min_labels = True"),

@@ -49,7 +49,10 @@ def start(spec: BuildSpec, tmp_path: Path) -> RunningBuild:
         ("[build]\nendpoint = 'ftp://h'", r"build\.endpoint: "),
         ("[build]\ncommand = 's {port}'\nhealth_timeout_s = -1", r"build\.health_timeout_s: "),
         ("[build]\ncommand = 's {port}'\nenv = {A = 1}", r"build\.env\.A: "),
-        ("[build]\ncommand = 's {port}'\ncomand = 'x'", r"build\.comand: "),
+        (
+            "[build]\ncommand = 's {port}'\ncomand = 'x'",
+            r"unknown key build\.comand; known are name, ",
+        ),
         ("[build]\ncommand = 'serve \"a {port}'", "build: No closing quotation"),
         ("[build]\nendpoint = 'http://h:99999'", "a port outside 1 to 65535"),
         ("[build]\nendpoint = 'http://[::1'", "endpoint is no URL"),

@@ -11,7 +11,7 @@ import pytest
 
 from capture.mirror import Mirror
 from replay.errors import TrafficError
-from replay.source import make_records, read_traffic, write_records
+from replay.source import LONGEST_PAUSE_S, make_records, read_traffic, write_records
 from tests.capture.test_mirror import record
 
 
@@ -121,7 +121,9 @@ def test_a_wall_clock_that_is_set_back_changes_no_offset(tmp_path: Path) -> None
 def test_files_of_two_boots_in_one_are_told_apart_by_the_wall_clock(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(lines(arrived(1, 0, 90_000), arrived(2, 1, 90_001), arrived(3, 120, 5)))
-    assert [item.offset_s for item in read_traffic(path).records] == [0, 1, 120]
+    traffic = read_traffic(path)
+    assert [item.offset_s for item in traffic.records] == [0, 1, 1 + LONGEST_PAUSE_S]
+    assert traffic.shortened_s == 120 - 1 - LONGEST_PAUSE_S
 
 
 @pytest.mark.parametrize(
@@ -173,3 +175,14 @@ def test_prompts_become_reproducible_traffic(tmp_path: Path) -> None:
     assert [item.record.request_id for item in found] == [item.request_id for item in again]
     with pytest.raises(TrafficError, match=r"prompt 1: sampling\.max_tokens"):
         make_records([{"prompt": "x", "max_tokens": 0}], model="m")
+
+
+def test_idle_time_is_shortened_and_busy_time_is_not(tmp_path: Path) -> None:
+    first, second, third = make_records([{"prompt": "a"}] * 3, model="m", interval_s=100.0)
+    first.duration_ms = 90_000.0  # in flight until 10 s before the second arrives
+    path = tmp_path / "traffic.jsonl"
+    write_records(path, [first, second, third])
+    traffic = read_traffic(path)
+    offsets = [record.offset_s for record in traffic.records]
+    assert offsets == pytest.approx([0.0, 95.0, 100.0])
+    assert traffic.shortened_s == pytest.approx(5.0 + 95.0)
