@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -87,7 +87,8 @@ class Scenario:
     def serve_dashboard(self) -> None:
         """Serve the dashboard until Ctrl-C."""
         self._title("The dashboard, until Ctrl-C")
-        self._command("dashboard", may_fail=True)
+        with suppress(KeyboardInterrupt):
+            self._command("dashboard", may_fail=True)
 
     # -- the steps ----------------------------------------------------------------------------
 
