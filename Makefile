@@ -35,6 +35,7 @@ lint: setup
 bench: setup
 	$(BIN)/python -m benchmarks.bench_ring
 	$(BIN)/python -m benchmarks.bench_ingest
+	$(BIN)/python -m benchmarks.bench_scheduler
 	$(BIN)/python -m benchmarks.bench_engine_cpu
 
 clean:

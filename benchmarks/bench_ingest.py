@@ -4,7 +4,7 @@
 the collector's. `steady`: the engine writes at a fixed rate and waits for nobody: loss counts here,
 and the delay until a token is visible to SQL.
 
-    python benchmarks/bench_ingest.py [--seconds 20] [--rate 200000]
+    python -m benchmarks.bench_ingest [--seconds 20] [--rate 200000]
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -23,8 +22,6 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.report import report
 from capture.collector import Collector

@@ -3,7 +3,7 @@
 The peers do the same job, one record per token, in the same process and run: an OpenTelemetry span
 (SDK, batch processor, an exporter that drops) and a JSON line (logging, file on /dev/null).
 
-    python benchmarks/bench_ring.py [--seconds 2]
+    python -m benchmarks.bench_ring [--seconds 2]
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,6 @@ from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.report import report
 from capture.frames import TraceWriter

@@ -69,8 +69,8 @@ def report(
     console.print(table)
     for key, value in (details or {}).items():
         console.print(f"{key.replace('_', ' ')}: {_cell(value)}", highlight=False)
-    command = shlex.join(["python", os.path.relpath(sys.argv[0], RESULTS.parent.parent)])
-    arguments = shlex.join(sys.argv[1:])
+    command = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+    arguments = shlex.join(_portable(argument) for argument in sys.argv[1:])
     origin = {
         "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -84,6 +84,11 @@ def report(
     path.write_text(json.dumps(content, indent=2) + "\n")
     console.print(f"written: {os.path.relpath(path)}", highlight=False)
     return path
+
+
+def _portable(argument: str) -> str:
+    """An absolute path without the folders that only this machine has."""
+    return f".../{Path(argument).name}" if argument.startswith("/") else argument
 
 
 def _cell(value: Any) -> str:
