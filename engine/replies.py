@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ class TokenText(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-class Shape:
+class Shape(ABC):
     """How one request's answer looks. `events` are always those that a piece of answer covers."""
 
     object = ""
@@ -110,16 +111,19 @@ class Shape:
         """The alternatives that were asked for; the engine may have recorded more."""
         return [(item.token_id, item.logprob) for item in event.top[: self._alternatives or 0]]
 
+    @abstractmethod
     def _text(self, text: str, *, whole: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """The part of a choice that holds `text`."""
 
+    @abstractmethod
     def _logprobs(self, events: Sequence[TokenEvent]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Log-probabilities of the events in the endpoint's shape."""
 
+    @abstractmethod
     def _place(
         self, answer: dict[str, Any], choice: dict[str, Any], prompt: dict[str, Any]
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        """Put the prompt's fields where the endpoint has them."""
 
     def _prompt_logprobs(self, prompt: Sequence[Sequence[Alternative]]) -> list[Any]:
         entries: list[Any] = [None]
