@@ -1,7 +1,8 @@
 """Frames back into values: one typed object per frame, or columns for many STEP frames at once.
 
 Columns are NumPy views of the copied bytes. A payload that does not have the shape its header
-promises raises FrameError; a newer schema raises it too, so that nothing is half understood.
+promises raises FrameError; a newer schema raises it too, so that nothing is half understood. Older
+schemas are read.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import numpy.typing as npt
 from capture.errors import FrameError
 from capture.frames import (
     EVENT,
+    EVENT_1,
     FINISH,
     GPU,
     KERNEL,
+    MEMORY,
     NONE,
     REQUEST,
     ROW_BYTES,
@@ -90,6 +93,7 @@ class EventFrame:
     request_id: str | None
     slot: int | None
     detail: str
+    duration_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,21 @@ class GpuFrame:
 
 
 @dataclass(frozen=True)
+class MemoryFrame:
+    """`index` -1: host memory only. NaN: not available, `unavailable` says why."""
+
+    time_ns: int
+    index: int
+    rss_bytes: float
+    reserved_bytes: float
+    allocated_bytes: float
+    peak_allocated_bytes: float
+    largest_free_bytes: float
+    fragmentation: float
+    unavailable: str
+
+
+@dataclass(frozen=True)
 class MarkFrame:
     time_ns: int
     text: str
@@ -137,6 +156,7 @@ Frame: TypeAlias = (
     | EventFrame
     | KernelFrame
     | GpuFrame
+    | MemoryFrame
     | MarkFrame
 )
 
@@ -144,21 +164,22 @@ Frame: TypeAlias = (
 def decode(batch: FrameBatch, index: int) -> Frame:
     """The frame at `index` of a batch.
 
-    Raises FrameError for an unknown type, another schema version, or a payload whose size does
+    Raises FrameError for an unknown type, a newer schema version, or a payload whose size does
     not fit its counts.
     """
     header = batch.headers[index]
     kind, schema, records = int(header["type"]), int(header["schema"]), int(header["records"])
     if kind not in _DECODERS:
         raise FrameError(f"frame {header['sequence']} has the unknown type {kind}")
-    if schema != SCHEMA_VERSION:
+    if not 1 <= schema <= SCHEMA_VERSION:
         raise FrameError(
-            f"frame {header['sequence']} has payload schema {schema}, this version reads "
+            f"frame {header['sequence']} has payload schema {schema}, this version reads up to "
             f"{SCHEMA_VERSION}: run the collector of the engine's version"
         )
     payload = batch.payload(index)
     try:
-        return _DECODERS[kind](int(header["time_ns"]), payload, records)
+        decoder = _event_1 if (kind, schema) == (FrameType.EVENT, 1) else _DECODERS[kind]
+        return decoder(int(header["time_ns"]), payload, records)
     except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         name = FrameType(kind).name
         raise FrameError(
@@ -202,11 +223,12 @@ def decode_steps(batch: FrameBatch, indices: npt.NDArray[np.int64]) -> StepColum
 
 
 def well_formed(batch: FrameBatch, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of the STEP frames at `indices` have our schema and as many bytes as rows need."""
+    """Which of the STEP frames at `indices` have a schema we read and bytes for their rows."""
     headers = batch.headers[indices]
     needed = FRAME_HEADER_BYTES + STEP.size + headers["records"].astype(np.int64) * ROW_BYTES
-    fits: npt.NDArray[np.bool_] = (headers["length"] == needed) & (
-        headers["schema"] == SCHEMA_VERSION
+    schema = headers["schema"]
+    fits: npt.NDArray[np.bool_] = (
+        (headers["length"] == needed) & (schema >= 1) & (schema <= SCHEMA_VERSION)
     )
     return fits
 
@@ -262,7 +284,7 @@ def _finish(time_ns: int, payload: memoryview, _: int) -> FinishFrame:
 
 
 def _event(time_ns: int, payload: memoryview, _: int) -> EventFrame:
-    identity, slot, kind_size, detail_size = EVENT.unpack_from(payload)
+    identity, slot, kind_size, detail_size, spent_ns = EVENT.unpack_from(payload)
     _exact(payload, EVENT.size + kind_size + detail_size)
     return EventFrame(
         time_ns,
@@ -270,7 +292,15 @@ def _event(time_ns: int, payload: memoryview, _: int) -> EventFrame:
         identity.hex() if any(identity) else None,
         None if slot == NONE else slot,
         _text(payload, EVENT.size + kind_size, detail_size),
+        None if spent_ns < 0 else spent_ns,
     )
+
+
+def _event_1(time_ns: int, payload: memoryview, records: int) -> EventFrame:
+    """Schema 1 had no duration: put in that there was none."""
+    fixed = EVENT_1.unpack_from(payload)
+    rest = bytes(payload[EVENT_1.size :])
+    return _event(time_ns, memoryview(EVENT.pack(*fixed, -1) + rest), records)
 
 
 def _kernel(time_ns: int, payload: memoryview, records: int) -> KernelFrame:
@@ -297,6 +327,14 @@ def _gpu(time_ns: int, payload: memoryview, _: int) -> GpuFrame:
     return GpuFrame(time_ns, index, **dict(zip(names, values, strict=True)), unavailable=reason)
 
 
+def _memory(time_ns: int, payload: memoryview, _: int) -> MemoryFrame:
+    index, size, _reserved, *values = MEMORY.unpack_from(payload)
+    _exact(payload, MEMORY.size + size)
+    names = [field.name for field in fields(MemoryFrame)][2:-1]
+    reason = _text(payload, MEMORY.size, size)
+    return MemoryFrame(time_ns, index, **dict(zip(names, values, strict=True)), unavailable=reason)
+
+
 def _mark(time_ns: int, payload: memoryview, _: int) -> MarkFrame:
     return MarkFrame(time_ns, bytes(payload).decode("utf-8", "replace"))
 
@@ -310,4 +348,5 @@ _DECODERS: dict[int, Callable[[int, memoryview, int], Frame]] = {
     int(FrameType.KERNEL): _kernel,
     int(FrameType.GPU): _gpu,
     int(FrameType.MARK): _mark,
+    int(FrameType.MEMORY): _memory,
 }

@@ -1,4 +1,4 @@
-"""The eight kinds of frames in a trace ring, and the writer that encodes them.
+"""The nine kinds of frames in a trace ring, and the writer that encodes them.
 
 The engine calls `TraceWriter`; the payload layouts here are the code's copy of docs/ring-format.md.
 Not for reading frames back: that is `capture.decode`.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from capture.ring import FRAME_HEADER_BYTES, RingWriter
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NONE = 0xFFFFFFFF
 NAME_BYTES = 1024
 TEXT_BYTES = 4096
@@ -34,6 +34,7 @@ class FrameType(IntEnum):
     KERNEL = 6
     GPU = 7
     MARK = 8
+    MEMORY = 9
 
 
 class Phase(IntEnum):
@@ -49,9 +50,11 @@ _STEP, _PREFILL = int(FrameType.STEP), int(Phase.PREFILL)  # enum members cost a
 REQUEST = struct.Struct("<16sqIIIIiiHHHH")
 STEP = struct.Struct("<QqfffffIIIIIIIiI")
 FINISH = struct.Struct("<IIqqqqqqH")
-EVENT = struct.Struct("<16sIHH")
+EVENT = struct.Struct("<16sIHHq")
+EVENT_1 = struct.Struct("<16sIHH")  # of payload schema 1: without the duration
 KERNEL = struct.Struct("<QII")
 GPU = struct.Struct("<IHH9d")
+MEMORY = struct.Struct("<iHH6d")
 
 STEP_DTYPE = np.dtype(
     [
@@ -266,11 +269,26 @@ class TraceWriter:
         )
         self._append(FrameType.FINISH, fixed + name)
 
-    def event(self, *, kind: str, request_id: bytes | None, slot: int | None, detail: str) -> None:
-        """Something that happened to a request or to the engine; `detail` is cut at 4096 bytes."""
+    def event(
+        self,
+        *,
+        kind: str,
+        request_id: bytes | None,
+        slot: int | None,
+        detail: str,
+        duration_ns: int | None = None,
+    ) -> None:
+        """Something that happened to a request or to the engine; `detail` is cut at 4096 bytes.
+
+        `duration_ns`: of something that has just ended after that long.
+        """
         name, text = cut(kind, NAME_BYTES), cut(detail, TEXT_BYTES)
         fixed = EVENT.pack(
-            request_id or bytes(16), NONE if slot is None else slot, len(name), len(text)
+            request_id or bytes(16),
+            NONE if slot is None else slot,
+            len(name),
+            len(text),
+            -1 if duration_ns is None else duration_ns,
         )
         self._append(FrameType.EVENT, fixed + name + text)
 
@@ -306,6 +324,14 @@ class TraceWriter:
         """One telemetry sample; `values` as in docs/ring-format.md, NaN: not available."""
         reason = cut(unavailable, NAME_BYTES)
         self._append(FrameType.GPU, GPU.pack(index, len(reason), 0, *values) + reason)
+
+    def memory(self, *, index: int, values: Sequence[float], unavailable: str) -> None:
+        """The process's memory as its allocator sees it; `index` -1: host memory only.
+
+        `values` as in docs/ring-format.md, NaN: not available.
+        """
+        reason = cut(unavailable, NAME_BYTES)
+        self._append(FrameType.MEMORY, MEMORY.pack(index, len(reason), 0, *values) + reason)
 
     def mark(self, text: str) -> None:
         """Free text of the operator, cut at 4096 bytes."""

@@ -23,6 +23,7 @@ from capture.decode import (
     GpuFrame,
     KernelFrame,
     MarkFrame,
+    MemoryFrame,
     RequestFrame,
     StepColumns,
     decode,
@@ -144,7 +145,7 @@ class RingRows:
 
     def add_end(self, kind: str, detail: str) -> None:
         """The engine's own end, as an event."""
-        self.add_row("events", _now(), kind, None, None, detail)
+        self.add_row("events", _now(), kind, None, None, detail, None)
 
     def insert(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Write all rows inside the caller's transaction; they stay here until `clear`."""
@@ -277,13 +278,24 @@ class RingRows:
                 )
             case EventFrame():
                 at = self.wall(frame.time_ns)
-                self.add_row("events", at, frame.kind, frame.request_id, frame.slot, frame.detail)
+                spent_us = None if frame.duration_ns is None else frame.duration_ns // 1000
+                self.add_row(
+                    "events",
+                    at,
+                    frame.kind,
+                    frame.request_id,
+                    frame.slot,
+                    frame.detail,
+                    spent_us,
+                )
             case EngineFrame():
                 self.add_engine(frame.info)
             case KernelFrame():
                 self._add_kernels(frame)
             case GpuFrame():
                 self._add_gpu(frame)
+            case MemoryFrame():
+                self._add_memory(frame)
             case MarkFrame():
                 self.add_row("marks", self.wall(frame.time_ns), frame.text)
             case _:
@@ -310,7 +322,6 @@ class RingRows:
             self.add_row("kernels", frame.step_id, layer, frame.names[kernel], start, duration)
 
     def _add_gpu(self, frame: GpuFrame) -> None:
-        memory = frame.memory_used_bytes
         self.add_row(
             "gpu_samples",
             self.wall(frame.time_ns),
@@ -318,7 +329,7 @@ class RingRows:
             frame.utilization_pct,
             frame.sm_pct,
             frame.memory_bandwidth_pct,
-            int(memory) if np.isfinite(memory) else None,
+            _as_bytes(frame.memory_used_bytes),
             frame.power_w,
             frame.temperature_c,
             frame.sm_clock_mhz,
@@ -326,6 +337,24 @@ class RingRows:
             frame.age_ms,
             frame.unavailable or None,
         )
+
+    def _add_memory(self, frame: MemoryFrame) -> None:
+        self.add_row(
+            "memory_samples",
+            self.wall(frame.time_ns),
+            frame.index,
+            _as_bytes(frame.rss_bytes),
+            _as_bytes(frame.reserved_bytes),
+            _as_bytes(frame.allocated_bytes),
+            _as_bytes(frame.peak_allocated_bytes),
+            _as_bytes(frame.largest_free_bytes),
+            frame.fragmentation,
+            frame.unavailable or None,
+        )
+
+
+def _as_bytes(value: float) -> int | None:
+    return int(value) if np.isfinite(value) else None
 
 
 def _concatenated(parts: list[Columns]) -> Columns:

@@ -1,6 +1,6 @@
 """The trace lake's tables: names, types, units, meaning. `docs/sql.md` is generated from here.
 
-Version 1. All times are UTC TIMESTAMPs with microseconds; durations carry their unit in the name.
+All times are UTC TIMESTAMPs with microseconds; durations carry their unit in the name.
 Rows are only ever added: one collector's commit never conflicts with another's. Views and macros
 are in `capture.views`.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,24 @@ class Table:
                 f"COMMENT ON COLUMN {self.name}.{column.name} IS {_quoted(column.comment)}"
             )
         return statements
+
+
+@dataclass(frozen=True)
+class View:
+    """A view, or with `parameters` a table macro. `example` runs on any lake."""
+
+    name: str
+    comment: str
+    columns: tuple[Column, ...]
+    sql: str
+    example: str
+    parameters: str | None = None
+
+    @property
+    def ddl(self) -> str:
+        if self.parameters is None:
+            return f"CREATE OR REPLACE VIEW {self.name} AS {self.sql}"
+        return f"CREATE OR REPLACE MACRO {self.name}({self.parameters}) AS TABLE {self.sql}"
 
 
 def _quoted(text: str) -> str:
@@ -180,7 +198,7 @@ KERNELS = Table(
 EVENTS = Table(
     "events",
     "What happened to requests and engines: preempted, resumed, aborted, cache_evicted, degraded, "
-    "policy_reloaded, rejected; from the collector: engine_closed, engine_crashed.",
+    "policy_reloaded, rejected, gc_pause; from the collector: engine_closed, engine_crashed.",
     (
         ENGINE_ID,
         Column("happened_at", "TIMESTAMP NOT NULL", "when"),
@@ -188,6 +206,7 @@ EVENTS = Table(
         Column("request_id", "VARCHAR", "to which request, NULL: none"),
         Column("slot", "BIGINT", "its slot, NULL: none"),
         Column("detail", "VARCHAR", "the rest"),
+        Column("duration_us", "BIGINT", "how long it took until then, us; NULL: a moment"),
     ),
     "SELECT kind, count(*) AS n, max(happened_at) AS last FROM events GROUP BY kind",
 )
@@ -211,6 +230,48 @@ GPU_SAMPLES = Table(
     ),
     "SELECT device, max(memory_used_bytes) AS peak_bytes, any_value(unavailable) AS unavailable\n"
     "FROM gpu_samples GROUP BY device",
+)
+MEMORY_SAMPLES = Table(
+    "memory_samples",
+    "An engine's memory as its allocator sees it; NULL = not available, `unavailable` says why.",
+    (
+        ENGINE_ID,
+        Column("sampled_at", "TIMESTAMP NOT NULL", "when"),
+        Column("device", "INTEGER NOT NULL", "device index, -1: host memory only"),
+        Column("rss_bytes", "BIGINT", "resident memory of the process, bytes"),
+        Column("reserved_bytes", "BIGINT", "taken from the device by the allocator, bytes"),
+        Column("allocated_bytes", "BIGINT", "of these in use by tensors, bytes"),
+        Column("peak_allocated_bytes", "BIGINT", "in use at most so far, bytes"),
+        Column("largest_free_bytes", "BIGINT", "largest free block among the reserved, bytes"),
+        Column("fragmentation", "FLOAT", "1 - largest free / (reserved - allocated), 0-1"),
+        Column("unavailable", "VARCHAR", "why something is NULL"),
+    ),
+    "SELECT device, max(allocated_bytes) AS peak_bytes, max(fragmentation) AS worst\n"
+    "FROM memory_samples GROUP BY device",
+)
+LATENCY_ROLLUP = Table(
+    "latency_rollup",
+    "Histograms of token latencies by arrival minute, class and output position, for wide heat "
+    "maps. A cell may have several rows: add them up. First tokens are left out.",
+    (
+        ENGINE_ID,
+        Column("minute", "TIMESTAMP NOT NULL", "arrival of the requests, cut to the minute"),
+        Column("class_key", "VARCHAR", "as in requests"),
+        Column("position_bucket", "INTEGER NOT NULL", "output position // 16"),
+        Column("latency_bin", "SMALLINT NOT NULL", "floor(16 * log2(latency in us)), 0 us: -1"),
+        Column("tokens", "BIGINT NOT NULL", "tokens in it"),
+    ),
+    "SELECT minute, sum(tokens) AS tokens FROM latency_rollup GROUP BY minute ORDER BY minute",
+)
+ROLLUP_MARKS = Table(
+    "rollup_marks",
+    "How far each engine's tokens are in latency_rollup; the largest step_id holds.",
+    (
+        ENGINE_ID,
+        Column("step_id", "BIGINT NOT NULL", "tokens of steps before this one are in it"),
+        Column("rolled_at", "TIMESTAMP NOT NULL", "when"),
+    ),
+    "SELECT engine_id, max(step_id) AS before_step FROM rollup_marks GROUP BY engine_id",
 )
 LOSSES = Table(
     "losses",
@@ -281,6 +342,9 @@ TABLES = (
     KERNELS,
     EVENTS,
     GPU_SAMPLES,
+    MEMORY_SAMPLES,
+    LATENCY_ROLLUP,
+    ROLLUP_MARKS,
     LOSSES,
     INGEST_CURSOR,
     MARKS,

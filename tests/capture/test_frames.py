@@ -18,6 +18,7 @@ from capture.decode import (
     GpuFrame,
     KernelFrame,
     MarkFrame,
+    MemoryFrame,
     RequestFrame,
     StepFrame,
     decode,
@@ -25,7 +26,7 @@ from capture.decode import (
     well_formed,
 )
 from capture.errors import FrameError, FrameTooLargeError
-from capture.frames import NONE, STEP, FrameType, TraceWriter, cut
+from capture.frames import EVENT_1, NONE, STEP, FrameType, TraceWriter, cut
 from capture.reader import FrameBatch, RingReader
 from capture.ring import MIN_CAPACITY, RingWriter
 from tests.capture.rings import new_ring, write_finish, write_request, write_step
@@ -43,13 +44,19 @@ def ring(tmp_path: Path) -> RingWriter:
     return new_ring(tmp_path)
 
 
-def test_all_eight_types_come_back(ring: RingWriter) -> None:
+def test_all_nine_types_come_back(ring: RingWriter) -> None:
     trace = TraceWriter(ring)
     trace.engine({"model": "m", "weights": "int8"})
     request_id = write_request(trace, 3, tenant="Zoë", class_key="Zoë/chat/ab12")
     write_step(trace, 9, 4)
     write_finish(trace, 3, reason="length", output_tokens=7, first_token_ns=0)
-    trace.event(kind="preempted", request_id=bytes.fromhex(request_id), slot=3, detail="no blocks")
+    trace.event(
+        kind="preempted",
+        request_id=bytes.fromhex(request_id),
+        slot=3,
+        detail="no blocks",
+        duration_ns=5,
+    )
     trace.event(kind="degraded", request_id=None, slot=None, detail="")
     trace.kernels(
         step_id=9,
@@ -60,8 +67,9 @@ def test_all_eight_types_come_back(ring: RingWriter) -> None:
         duration_us=np.array([1.5, 2.5]),
     )
     trace.gpu(index=1, values=[50.0, *[math.nan] * 8], unavailable="MIG")
+    trace.memory(index=-1, values=[7.0, *[math.nan] * 5], unavailable="no CUDA")
     trace.mark("deploy 7")
-    engine, request, step, finish, event, other, kernel, gpu, mark = frames(ring)
+    engine, request, step, finish, event, other, kernel, gpu, memory, mark = frames(ring)
     assert isinstance(engine, EngineFrame)
     assert engine.info == {"model": "m", "weights": "int8"}
     assert isinstance(request, RequestFrame)
@@ -76,6 +84,7 @@ def test_all_eight_types_come_back(ring: RingWriter) -> None:
     assert (finish.reason, finish.output_tokens, finish.first_token_ns) == ("length", 7, 0)
     assert isinstance(event, EventFrame)
     assert (event.kind, event.request_id, event.slot) == ("preempted", request_id, 3)
+    assert event.duration_ns == 5
     assert isinstance(other, EventFrame)
     assert (other.request_id, other.slot, other.detail) == (None, None, "")
     assert isinstance(kernel, KernelFrame)
@@ -84,8 +93,19 @@ def test_all_eight_types_come_back(ring: RingWriter) -> None:
     assert isinstance(gpu, GpuFrame)
     assert (gpu.utilization_pct, gpu.unavailable) == (50.0, "MIG")
     assert math.isnan(gpu.age_ms)
+    assert isinstance(memory, MemoryFrame)
+    assert (memory.index, memory.rss_bytes, memory.unavailable) == (-1, 7.0, "no CUDA")
     assert isinstance(mark, MarkFrame)
     assert mark.text == "deploy 7"
+
+
+def test_events_of_the_first_schema_are_read(ring: RingWriter) -> None:
+    payload = EVENT_1.pack(bytes(16), NONE, 8, 3) + b"degradedmem"
+    ring.append(FrameType.EVENT, 1, payload)
+    (frame,) = frames(ring)
+    assert isinstance(frame, EventFrame)
+    assert (frame.kind, frame.detail, frame.slot) == ("degraded", "mem", None)
+    assert frame.duration_ns is None
 
 
 @settings(max_examples=50, deadline=None)
@@ -192,7 +212,8 @@ def one_frame(ring: RingWriter, kind: int, schema: int, payload: bytes, records:
     ("kind", "schema", "payload", "records", "message"),
     [
         (99, 1, b"", 1, "unknown type 99"),
-        (FrameType.MARK, 2, b"x", 1, "payload schema 2"),
+        (FrameType.MARK, 3, b"x", 1, "payload schema 3"),
+        (FrameType.MARK, 0, b"x", 1, "payload schema 0"),
         (FrameType.ENGINE, 1, b"{", 1, "ENGINE frame 0 of 1 bytes"),
         (FrameType.ENGINE, 1, b"[]", 1, "no JSON object"),
         (FrameType.REQUEST, 1, b"short", 1, "REQUEST"),
