@@ -138,6 +138,11 @@ def connect(place: LakePlace, *, threads: int | None = None) -> duckdb.DuckDBPyC
     try:
         for name in ("ducklake", scanner):
             connection.execute(f"LOAD '{extension_path(name, duckdb.__version__)}'")
+        if place.catalog_file is not None:
+            # Else each scan of a catalog table opens a SQLite handle of its own, outside the
+            # reader's transaction but bounded by the row ids that this saw: a merged file gets a
+            # new one, and a reader loses all its rows.
+            connection.execute("SET GLOBAL sqlite_disable_multithreaded_scans = true")
         connection.execute("SET TimeZone = 'UTC'")  # now()::TIMESTAMP is UTC like all else
     except duckdb.Error as error:
         connection.close()

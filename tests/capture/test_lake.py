@@ -291,6 +291,30 @@ def test_upkeep_merges_files_and_changes_no_answer(tmp_path: Path) -> None:
     assert (before, after) == (12, 1)
 
 
+def test_a_reader_between_snapshot_and_file_list_loses_no_rows_to_a_merge(tmp_path: Path) -> None:
+    place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
+    count = "SELECT count(*), sum(length(text)) FROM marks"
+    with open_lake(place, read_only=False) as lake, open_lake(place) as reader:
+        lake.execute("SET ducklake_default_data_inlining_row_limit = 0")
+        for _ in range(3):
+            lake.execute(
+                "INSERT INTO marks SELECT uuid(), '2026-01-01'::TIMESTAMP, 'x' FROM range(100)"
+            )
+        # The newest file stays as it is, so the merged one comes after it in the catalog.
+        lake.execute(
+            "INSERT INTO prefill_chunks SELECT uuid(), 0, 0, 0, '2026-01-01'::TIMESTAMP, 0"
+        )
+        reader.execute("BEGIN")
+        assert only(reader, "SELECT count(*) FROM prefill_chunks") == (1,), "takes the snapshot"
+        merge(lake)
+        assert only(reader, count) == (300, 300)
+        lake.execute("INSERT INTO marks SELECT uuid(), '2026-01-01'::TIMESTAMP, 'late'")
+        merge(lake)
+        assert only(reader, count) == (300, 300), "what came later is left out"
+        reader.execute("COMMIT")
+        assert only(reader, count) == (301, 304)
+
+
 def test_a_missing_lake_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(LakeMissingError, match=r"start `inferloop collect`"):
         open_lake(LakePlace(str(tmp_path / "none.sqlite"), str(tmp_path)))
