@@ -23,10 +23,11 @@ from capture.errors import (
     LakeMissingError,
     LakeVersionError,
     RingError,
+    first_line,
 )
 from capture.exclusive import CollectorLock
 from capture.follower import Follower, Status
-from capture.lake import LakePlace, first_line, open_lake
+from capture.lake import LakePlace, open_lake
 from capture.reader import Cursor, RingReader, discover
 from capture.upkeep import Upkeep
 

@@ -59,3 +59,11 @@ class CollectorError(CaptureError):
 
 class QueryError(CaptureError):
     """A user's query was refused, failed or ran out of its limits."""
+
+
+def first_line(error: Exception) -> str:
+    """What a DuckDB error says, without class, stack and query; of a failed commit the cause."""
+    lines = str(error).strip().split("\n")
+    line = lines[-1] if "Failed to commit" in lines[0] else lines[0]
+    line = line.partition("Error: ")[2] or line
+    return f"{line} (is the disk full?)" if line.endswith("disk I/O error") else line

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import importlib.util
 import sqlite3
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from capture.errors import LakeError, LakeMissingError, LakeVersionError
-from capture.schema import SCHEMA_VERSION, TABLES
+from capture.errors import LakeError, LakeMissingError, LakeVersionError, first_line
+from capture.lake_migrations import migrate, refuse_newer, stored_version
+from capture.schema import SCHEMA_VERSION
 from capture.settings import Settings
-from capture.views import VIEWS, definitions_digest
 
 if TYPE_CHECKING:
     import duckdb
 
 READER_BUSY_MS = 5000
 WRITER_BUSY_MS = 1000  # the collector waits by itself, and says so
+CREATION_WAITS_S = (0.05, 0.2, 0.8)
 NAME = "lake"
 
 
@@ -89,21 +91,21 @@ def open_lake(
     if read_only and file is not None and not file.exists():
         raise LakeMissingError(missing(place))
     if not read_only:
-        _prepare_place(place)
+        prepare_place(place)
     connection = _attached(place, read_only, threads)
     try:
         if read_only:
             check_version(connection, place)
             return connection
         _check_wal(connection, place)
-        if not migrate(connection, place):
-            return connection
+        if migrate(connection, place.described):
+            # Inserting after a lake's option was set through the same attachment crashes DuckLake.
+            connection.execute(f"USE memory; DETACH {NAME}")
+            attach(connection, place, read_only=False)
     except BaseException:
         connection.close()
         raise
-    # Inserting through the connection that has just set a lake's option crashes DuckLake 1.0.
-    connection.close()
-    return _attached(place, read_only, threads)
+    return connection
 
 
 def new_cursor(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
@@ -175,8 +177,9 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
         options.append("READ_ONLY")
     else:
         options.append(f"DATA_PATH '{escaped(place.data)}'")
+    statement = f"ATTACH '{escaped(uri)}' AS {NAME} ({', '.join(options)})"
     try:
-        connection.execute(f"ATTACH '{escaped(uri)}' AS {NAME} ({', '.join(options)})")
+        _attach_when_created(connection, statement)
         connection.execute(f"USE {NAME}")
     except duckdb.Error as error:
         if "does not exist" in str(error) and read_only:
@@ -187,17 +190,19 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
         raise LakeError(f"cannot open the lake at {place.described}: {reason}") from None
 
 
-def stored_version(connection: duckdb.DuckDBPyConnection) -> tuple[int, str] | None:
-    """The lake's schema version and definitions digest; None: an empty lake."""
+def _attach_when_created(connection: duckdb.DuckDBPyConnection, statement: str) -> None:
+    """Run ATTACH; again when another collector is creating the same catalog at this moment."""
     import duckdb
 
-    try:
-        row = connection.execute(
-            "SELECT version, definitions FROM schema_versions ORDER BY applied_at DESC LIMIT 1"
-        ).fetchone()
-    except duckdb.CatalogException:
-        return None
-    return None if row is None else (int(row[0]), str(row[1]))
+    for wait_s in CREATION_WAITS_S:
+        try:
+            connection.execute(statement)
+            return
+        except duckdb.Error as error:
+            if "duplicate key" not in str(error) and "already exists" not in str(error):
+                raise
+        time.sleep(wait_s)
+    connection.execute(statement)
 
 
 def check_version(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
@@ -210,47 +215,10 @@ def check_version(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> No
             f"the lake at {place.described} has schema {stored[0]}, this version reads "
             f"{SCHEMA_VERSION}: run `inferloop collect --once` to upgrade it"
         )
-    _refuse_newer(stored[0], place)
+    refuse_newer(stored[0], place.described)
 
 
-def migrate(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> bool:
-    """Create what is missing, refresh the views when this version's differ; whether any did."""
-    import duckdb
-
-    stored = stored_version(connection)
-    wanted = (SCHEMA_VERSION, definitions_digest())
-    if stored == wanted:
-        return False
-    if stored is not None:
-        _refuse_newer(stored[0], place)
-    connection.execute("BEGIN")
-    try:
-        if stored is None:
-            for table in TABLES:
-                for statement in (table.ddl, *table.comments):
-                    connection.execute(statement)
-        for view in VIEWS:
-            connection.execute(view.ddl)
-        connection.execute("INSERT INTO schema_versions VALUES (?, ?, now()::TIMESTAMP)", wanted)
-        connection.execute("COMMIT")
-    except duckdb.Error as error:
-        connection.execute("ROLLBACK")
-        raise LakeError(
-            f"cannot set up the lake at {place.described}: {first_line(error)}"
-        ) from error
-    connection.execute(f"CALL {NAME}.set_option('parquet_compression', 'zstd')")
-    return True
-
-
-def first_line(error: Exception) -> str:
-    """What a DuckDB error says, without class, stack and query; of a failed commit the cause."""
-    lines = str(error).strip().split("\n")
-    line = lines[-1] if "Failed to commit" in lines[0] else lines[0]
-    line = line.partition("Error: ")[2] or line
-    return f"{line} (is the disk full?)" if line.endswith("disk I/O error") else line
-
-
-def _prepare_place(place: LakePlace) -> None:
+def prepare_place(place: LakePlace) -> None:
     """Make the directories, and a SQLite catalog in WAL mode: without it readers block writers.
 
     Only a new catalog is touched. Closing a second handle on one that DuckDB has open in this
@@ -298,14 +266,6 @@ def missing(place: LakePlace) -> str:
         f"there is no trace lake at {place.described} yet: start `inferloop collect` beside an "
         "engine, or set INFERLOOP_HOME / INFERLOOP_LAKE_CATALOG to where one is"
     )
-
-
-def _refuse_newer(version: int, place: LakePlace) -> None:
-    if version > SCHEMA_VERSION:
-        raise LakeVersionError(
-            f"the lake at {place.described} has schema {version}, this version knows "
-            f"{SCHEMA_VERSION}: upgrade inferloop"
-        )
 
 
 def escaped(text: str) -> str:

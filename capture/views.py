@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from capture.schema import Column, View
+from capture.schema import TABLES, Column, View
 from capture.why import WHY
 
 REQUEST_LATENCY = View(
@@ -135,6 +135,7 @@ VIEWS = (REQUEST_LATENCY, TOKEN_GAPS, SLOW_TOKENS, LATENCY_HEATMAP, WHY)
 
 
 def definitions_digest() -> str:
-    """Changes whenever a view or macro does, so that a lake's stored ones are replaced."""
-    text = "\n".join(view.ddl for view in VIEWS)
+    """Changes whenever a view, macro or comment does, so that a lake's stored ones are replaced."""
+    comments = [comment for table in TABLES for comment in table.comments]
+    text = "\n".join([*comments, *(view.ddl for view in VIEWS)])
     return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()

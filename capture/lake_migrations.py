@@ -1,0 +1,157 @@
+"""Bringing a lake's schema to this version: one version at a time, each step one transaction.
+
+Run by whoever opens the lake for writing; several may, at the same time. Not for readers: they
+refuse an older lake, and everybody refuses a newer one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from capture.errors import LakeError, LakeVersionError, first_line
+from capture.schema import SCHEMA_VERSION, TABLES
+from capture.views import VIEWS, definitions_digest
+
+if TYPE_CHECKING:
+    import duckdb
+
+log = logging.getLogger("inferloop.lake")
+
+ATTEMPTS = 8
+FIRST_WAIT_S = 0.05
+OPTIONS = {"parquet_compression": "zstd"}
+"""Options of the lake itself, kept in its catalog."""
+
+# Frozen: the tables as they were when the version was new. `capture.schema` goes on changing.
+STEPS: dict[int, tuple[str, ...]] = {
+    2: (
+        "ALTER TABLE events ADD COLUMN duration_us BIGINT",
+        "CREATE TABLE memory_samples (engine_id UUID NOT NULL, sampled_at TIMESTAMP NOT NULL, "
+        "device INTEGER NOT NULL, rss_bytes BIGINT, reserved_bytes BIGINT, allocated_bytes BIGINT, "
+        "peak_allocated_bytes BIGINT, largest_free_bytes BIGINT, fragmentation FLOAT, "
+        "unavailable VARCHAR)",
+        "CREATE TABLE latency_rollup (engine_id UUID NOT NULL, minute TIMESTAMP NOT NULL, "
+        "class_key VARCHAR, position_bucket INTEGER NOT NULL, latency_bin SMALLINT NOT NULL, "
+        "tokens BIGINT NOT NULL)",
+        "CREATE TABLE rollup_marks (engine_id UUID NOT NULL, step_id BIGINT NOT NULL, "
+        "rolled_at TIMESTAMP NOT NULL)",
+    ),
+}
+"""What turns a lake of the version before into the version that is the key."""
+
+
+def stored_version(connection: duckdb.DuckDBPyConnection) -> tuple[int, str] | None:
+    """The lake's schema version and the digest of its views; None: an empty lake."""
+    import duckdb
+
+    try:
+        row = connection.execute(
+            "SELECT version, definitions FROM schema_versions "
+            "ORDER BY version DESC, applied_at DESC LIMIT 1"
+        ).fetchone()
+    except duckdb.CatalogException:
+        return None
+    return None if row is None else (int(row[0]), str(row[1]))
+
+
+def refuse_newer(version: int, lake: str) -> None:
+    """Raise LakeVersionError when the lake at `lake` is of a version unknown to this one."""
+    if version > SCHEMA_VERSION:
+        raise LakeVersionError(
+            f"the lake at {lake} has schema {version}, this version knows {SCHEMA_VERSION}: "
+            "upgrade inferloop"
+        )
+
+
+def migrate(connection: duckdb.DuckDBPyConnection, lake: str) -> bool:
+    """Create the tables, or take them version by version to this one; whether anything changed.
+
+    A step that another collector takes at the same moment fails here and is found done. Raises
+    LakeVersionError for a newer lake, LakeError when a step fails for another reason; `lake` names
+    the place in messages.
+    """
+    changed = False
+    while (stored := stored_version(connection)) != (SCHEMA_VERSION, definitions_digest()):
+        if stored is not None:
+            refuse_newer(stored[0], lake)
+        _take_step(connection, stored, lake)
+        changed = True
+    return _set_options(connection, lake) or changed
+
+
+def _take_step(
+    connection: duckdb.DuckDBPyConnection, stored: tuple[int, str] | None, lake: str
+) -> None:
+    """One version forward, by this collector or by another that was faster."""
+    import duckdb
+
+    wait_s = FIRST_WAIT_S
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _run_step(connection, stored)
+            return
+        except duckdb.Error as error:
+            with contextlib.suppress(duckdb.Error):  # a failed commit has ended it already
+                connection.execute("ROLLBACK")
+            if stored_version(connection) != stored:
+                return
+            if attempt == ATTEMPTS or not _passes(error):
+                raise LakeError(
+                    f"cannot bring the lake at {lake} to schema {SCHEMA_VERSION}: "
+                    f"{first_line(error)}"
+                ) from error
+        time.sleep(wait_s)
+        wait_s *= 2
+
+
+def _passes(error: Exception) -> bool:
+    """Whether it says that somebody else was at work on the same lake."""
+    return any(sign in str(error).lower() for sign in ("conflict", "already exists", "duplicate"))
+
+
+def _run_step(connection: duckdb.DuckDBPyConnection, stored: tuple[int, str] | None) -> None:
+    """Whatever comes next, in one transaction that also says that it is done."""
+    connection.execute("BEGIN")
+    if stored is None:
+        version = SCHEMA_VERSION
+        for table in TABLES:
+            connection.execute(table.ddl)
+    else:
+        version = min(stored[0] + 1, SCHEMA_VERSION)
+        for statement in STEPS[version] if version > stored[0] else ():
+            connection.execute(statement)
+    if version == SCHEMA_VERSION:
+        _describe(connection)
+    digest = definitions_digest() if version == SCHEMA_VERSION else ""
+    connection.execute(
+        "INSERT INTO schema_versions VALUES (?, ?, now()::TIMESTAMP)", [version, digest]
+    )
+    connection.execute("COMMIT")
+    if stored is not None and version > stored[0]:
+        log.info("the lake went from schema %d to %d", stored[0], version)
+
+
+def _describe(connection: duckdb.DuckDBPyConnection) -> None:
+    """This version's comments on tables and columns, its views and macros."""
+    for table in TABLES:
+        for statement in table.comments:
+            connection.execute(statement)
+    for view in VIEWS:
+        connection.execute(view.ddl)
+
+
+def _set_options(connection: duckdb.DuckDBPyConnection, lake: str) -> bool:
+    import duckdb
+
+    query = "SELECT option_name, value FROM ducklake_options('lake') WHERE scope = 'GLOBAL'"
+    try:
+        present = dict(connection.execute(query).fetchall())
+        wanted = {name: value for name, value in OPTIONS.items() if present.get(name) != value}
+        for name, value in wanted.items():
+            connection.execute(f"CALL lake.set_option('{name}', '{value}')")
+    except duckdb.Error as error:
+        raise LakeError(f"cannot set up the lake at {lake}: {first_line(error)}") from error
+    return bool(wanted)
