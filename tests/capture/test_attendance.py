@@ -1,0 +1,143 @@
+"""Readers leave notes beside a ring: who follows it, how far, and none of the dead."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from capture.attendance import Attendance, attending, readers_directory, remove_ring
+from capture.reader import Cursor, discover
+from tests.capture.rings import forked, kill, new_ring
+
+CURSOR = Cursor(sequence=10, tokens=300, position=640, lost_frames=2, lost_tokens=30)
+
+
+def test_a_reader_is_known_until_it_leaves(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path)
+    collector, top = Attendance(ring.path, "collector"), Attendance(ring.path, "top")
+    assert attending(ring.path) == []
+    top.report(Cursor(), 5)
+    collector.report(CURSOR, 128)
+    first, second = attending(ring.path)
+    assert (first.name, first.pid, first.cursor, first.lag_bytes) == (
+        "collector",
+        os.getpid(),
+        CURSOR,
+        128,
+    )
+    assert first.seen_ago_s < 5
+    assert second.name == "top"
+    collector.leave()
+    top.leave()
+    assert attending(ring.path) == []
+    assert not readers_directory(ring.path).exists()
+    assert discover(tmp_path) == [ring.path]
+
+
+def test_reports_are_written_once_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("capture.attendance.time.monotonic", lambda: now)
+    ring = new_ring(tmp_path)
+    reader = Attendance(ring.path, "collector")
+    reader.report(CURSOR, 1)
+    reader.report(CURSOR, 2)
+    assert attending(ring.path)[0].lag_bytes == 1
+    now = 101.0
+    reader.report(CURSOR, 3)
+    assert attending(ring.path)[0].lag_bytes == 3
+
+
+@pytest.mark.kill
+def test_a_killed_reader_is_dropped_and_its_note_removed(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path)
+    ready, told = os.pipe()
+
+    def follow() -> None:
+        Attendance(ring.path, "top").report(CURSOR, 0)
+        os.write(told, b"x")
+        time.sleep(60)
+
+    pid = forked(follow)
+    os.read(ready, 1)
+    assert [reader.pid for reader in attending(ring.path)] == [pid]
+    kill(pid)
+    assert attending(ring.path) == []
+    assert list(readers_directory(ring.path).iterdir()) == []
+
+
+def test_a_reader_of_an_earlier_boot_is_dropped(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path)
+    Attendance(ring.path, "top").report(CURSOR, 0)
+    [path] = readers_directory(ring.path).iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "11" * 16}))
+    assert attending(ring.path) == []
+
+
+def test_a_reader_in_another_container_is_known_while_it_reports(tmp_path: Path) -> None:
+    """Its pid says nothing here: only that it was heard of lately does."""
+    ring = new_ring(tmp_path)
+    Attendance(ring.path, "top").report(CURSOR, 0)
+    [path] = readers_directory(ring.path).iterdir()
+    note = json.loads(path.read_text()) | {"namespace": 7, "pid": 4_000_000}
+    path.write_text(json.dumps(note))
+    assert len(attending(ring.path)) == 1
+    path.write_text(json.dumps(note | {"seen_at_ns": note["seen_at_ns"] - 31_000_000_000}))
+    assert attending(ring.path) == []
+    assert path.exists(), "it may only be stopped: its note is its own"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cursor": {"x": 1}}', "\x00" * 9000])
+def test_foreign_notes_are_passed_over(tmp_path: Path, text: str) -> None:
+    ring = new_ring(tmp_path)
+    readers_directory(ring.path).mkdir()
+    (readers_directory(ring.path) / "1-x.json").write_text(text)
+    assert attending(ring.path) == []
+
+
+def test_an_unwritable_place_is_said_once_and_hurts_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("capture.attendance.time.monotonic", lambda: now)
+    ring = new_ring(tmp_path)
+    readers_directory(ring.path).write_text("in the way")
+    reader = Attendance(ring.path, "collector")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            now += 10.0
+            reader.report(CURSOR, 0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "inferloop ring" in caplog.text
+    assert attending(ring.path) == []
+    reader.leave()
+
+
+def test_a_removed_ring_takes_its_notes_along_and_they_do_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("capture.attendance.time.monotonic", lambda: now)
+    ring = new_ring(tmp_path)
+    reader, late = Attendance(ring.path, "collector"), Attendance(ring.path, "top")
+    reader.report(CURSOR, 0)
+    remove_ring(ring.path)
+    remove_ring(ring.path)
+    now = 10.0
+    reader.report(CURSOR, 0)
+    late.report(CURSOR, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_attendance_needs_no_heavy_library() -> None:
+    heavy = ("duckdb", "pyarrow", "torch", "rich")
+    probe = f"import sys, capture.attendance; sys.exit(any(m in sys.modules for m in {heavy!r}))"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
