@@ -40,6 +40,14 @@ class Settings(BaseSettings):
     database_url: str | None = Field(
         default=None, description="SQLAlchemy URL of the relational database"
     )
+    retention_days: int | None = Field(
+        default=None, ge=1, le=36500, description="whole days of rows the lake keeps"
+    )
+    lake_max_gib: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="what the lake may take on disk, GiB"
+    )
+    collector_metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    collector_metrics_host: str = "127.0.0.1"
     mirror_share: float = Field(default=0.01, ge=0.0, le=1.0)
     mirror_key: SecretStr | None = Field(default=None, description="key of sampling and pseudonyms")
 
