@@ -74,10 +74,8 @@ class Reader:
             self._latest = latest
             lost = 0 if any(reading.values for _, reading in latest) else lost + 1
             if lost >= LOST_ROUNDS:
-                reasons = sorted(
-                    {text for _, reading in latest for text in reading.reasons.values()}
-                )
-                raise UnavailableError(f"no device answers: {', '.join(reasons)}")
+                reasons = Counter(why for _, reading in latest for why in reading.reasons.values())
+                raise UnavailableError(f"no device answers: {reasons.most_common(1)[0][0]}")
             time.sleep(max(0.0, began_s + self._period_s - time.monotonic()))
 
 

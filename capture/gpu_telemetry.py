@@ -150,7 +150,9 @@ class Telemetry:
 
     def _changes(self, view: GpuView) -> Iterable[Change]:
         if self._trouble and not view.unavailable:
-            yield Change("gpu_available", f"{len(view.devices)} devices answer again")
+            number = len(view.devices)
+            noun = "device" if number == 1 else "devices"
+            yield Change("gpu_available", f"figures of {number} {noun} again")
         elif view.unavailable and not self._trouble:
             yield Change("gpu_unavailable", view.unavailable)
         self._trouble = view.unavailable
