@@ -122,6 +122,8 @@ class Engine:
     def start(self) -> None:
         """Start the engine's thread, once."""
         self._accepting = True
+        if self._tracer is not None:
+            self._tracer.watch_gc(self._inbox.put)
         self._thread.start()
 
     def begin_stop(self, *, timeout_s: float) -> None:
@@ -381,6 +383,8 @@ class Engine:
         """Answer everybody who still waits."""
         with self._lock:
             self._accepting = False
+        if self._tracer is not None:
+            self._tracer.close()
         while not self._inbox.empty():
             try:
                 self._take_commands(wait=False)

@@ -58,20 +58,22 @@ class StepRunner(ABC, Generic[Inputs]):
         self._check(batch)
         outcome = Outcome(batch)
         prepare = time.perf_counter_ns() - began
-        forward = 0
+        forward = sample = 0
         for first in range(0, batch.token_ids.size, MAX_TOKENS):
             last = min(first + MAX_TOKENS, batch.token_ids.size)
             mark = time.perf_counter_ns()
             inputs = self._prepare(batch, first, last)
             ready = time.perf_counter_ns()
             hidden = self._forward(inputs)
+            computed = time.perf_counter_ns()
             prepare += ready - mark
-            forward += time.perf_counter_ns() - ready
+            forward += computed - ready
             outcome.collect(hidden, first, last)
             self._prompt_logprobs(outcome, hidden, first, last)
+            sample += time.perf_counter_ns() - computed
         mark = time.perf_counter_ns()
         self._sample(outcome)
-        sample = time.perf_counter_ns() - mark
+        sample += time.perf_counter_ns() - mark
         return outcome.result(prepare / 1e3, forward / 1e3, sample / 1e3)
 
     def _check(self, batch: StepBatch) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from capture.frames import TraceWriter
 from engine.batch import StepBatch, StepResult
+from engine.gc_watch import GcWatch, Pause
 from engine.handle import RequestHandle
 from engine.request import Request
 from engine.seats import Seats
@@ -71,6 +74,18 @@ class StepTracer:
     def __init__(self, writer: TraceWriter) -> None:
         self.failure: str | None = None
         self._writer = writer
+        self._gc_watch: GcWatch | None = None
+
+    def watch_gc(self, defer: Callable[[Callable[[], None]], None]) -> None:
+        """Trace garbage collection pauses until `close`. `defer` lets the engine's thread make a
+        call soon, and is safe inside a collection: the ring's lock may be held at that moment."""
+        self._gc_watch = GcWatch(lambda pause: defer(partial(self._gc_pause, pause)))
+        self._gc_watch.start()
+
+    def close(self) -> None:
+        """The engine has ended: watch nothing any more."""
+        if self._gc_watch is not None:
+            self._gc_watch.stop()
 
     @_guarded
     def engine(self, info: dict[str, Any]) -> None:
@@ -168,4 +183,16 @@ class StepTracer:
             request_id=None if request is None else request.request_id,
             slot=None if request is None or request.slot < 0 else request.slot,
             detail=detail,
+        )
+
+    @_guarded
+    def _gc_pause(self, pause: Pause) -> None:
+        """The frame's time is that of this call; `late_us` says how long ago the pause ended."""
+        late_us = (time.monotonic_ns() - pause.ended_ns) // 1000
+        self._writer.event(
+            kind="gc_pause",
+            request_id=None,
+            slot=None,
+            detail=f"generation={pause.generation} collected={pause.collected} late_us={late_us}",
+            duration_ns=pause.duration_ns,
         )
