@@ -33,6 +33,13 @@ class RingFormatError(RingError):
     """The file is no ring, or one that this version cannot read."""
 
 
+class RingIncompleteError(RingFormatError):
+    """The file is shorter than a ring, perhaps because it is still being copied: try again later.
+
+    A file that stays like this was cut.
+    """
+
+
 class FrameTooLargeError(RingError):
     """A frame is longer than the ring takes."""
 
@@ -58,7 +65,14 @@ class CollectorError(CaptureError):
 
 
 class QueryError(CaptureError):
-    """A user's query was refused, failed or ran out of its limits."""
+    """A user's query was refused, failed or ran out of its limits.
+
+    `place`: line and column of the query, from 1, where DuckDB says where it is wrong.
+    """
+
+    def __init__(self, message: str, place: tuple[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def first_line(error: Exception) -> str:

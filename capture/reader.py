@@ -10,6 +10,7 @@ import mmap
 import os
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from capture.errors import RingError, RingFormatError
+from capture.liveness import Liveness, is_locked, liveness
 from capture.ring import (
     ALIGNMENT,
     CLOSED,
@@ -32,16 +34,16 @@ from capture.ring import (
     PADDING,
     STATE,
     TAIL,
+    TEMPORARY_SUFFIX,
     TOKENS,
     RingHeader,
-    boot_id,
-    process_start,
 )
 
 READ_BYTES = 4 << 20
 STALL_S = 1.0
 SCAN_SLOTS = 16384
 MAX_ATTEMPTS = 32
+LEFTOVER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ class FrameBatch:
 
 
 def discover(directory: Path) -> list[Path]:
-    """The ring files in a directory, oldest first; none when there is no such directory."""
+    """The ring files in a directory, oldest first; none when there is no such directory.
+
+    Removes what engines left there that were killed while they created their ring.
+    """
+    _remove_leftovers(directory)
     found = []
     for path in directory.glob("*.ring"):
         try:
@@ -107,23 +113,42 @@ def discover(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def _remove_leftovers(directory: Path) -> None:
+    """Temporary ring files that nobody holds the lock of, which their creator takes first."""
+    for path in directory.glob(f".*.ring.*{TEMPORARY_SUFFIX}"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                age_s = time.time() - os.fstat(descriptor).st_mtime
+                if is_locked(descriptor) is False and abs(age_s) > LEFTOVER_S:
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
 class RingReader:
     """Follows one ring from a cursor (default: its first frame). Not for use by two threads."""
 
     def __init__(self, path: Path, cursor: Cursor | None = None) -> None:
-        """Raises RingFormatError when the file is no ring, RingError when it cannot be read."""
+        """Raises RingIncompleteError when the file is too short yet, RingFormatError when it is no
+        ring, RingError when it cannot be read."""
+        descriptor = -1
         try:
             # Without O_NONBLOCK a named pipe would wait here for its writer.
-            flags = os.O_RDONLY | os.O_NONBLOCK
-            with open(path, "rb", buffering=0, opener=lambda p, _: os.open(p, flags)) as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise RingFormatError(f"{path} is no ring: not a regular file")
-                size = status.st_size
-                self.header = RingHeader.unpack(file.read(HEADER_BYTES), path, size)
-                self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
-        except OSError as error:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RingFormatError(f"{path} is no ring: not a regular file")
+            size = status.st_size
+            self.header = RingHeader.unpack(os.pread(descriptor, HEADER_BYTES, 0), path, size)
+            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        except (OSError, RingError) as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, RingError):
+                raise
             raise RingError(f"cannot read the ring {path}: {error.strerror}") from error
+        self._descriptor = descriptor  # to look at the writer's lock
         self.path = path
         self.cursor = cursor or Cursor()
         self._bytes = memoryview(self._map)
@@ -145,9 +170,12 @@ class RingReader:
         return max(0, self._ends()[0] - self.cursor.position)
 
     def writer_alive(self) -> bool:
-        """Whether the writing process runs: same boot, same pid, same start time, no zombie."""
-        header = self.header
-        return header.boot_id == boot_id() and process_start(header.pid) == header.pid_start
+        """Whether the engine still writes; also true of one that is stopped or out of sight."""
+        return self.writer_state().alive
+
+    def writer_state(self) -> Liveness:
+        """Whether the engine still writes, and how that is known."""
+        return liveness(self.header.writer, self._descriptor, closed=self.closed_by_writer)
 
     def check_size(self) -> None:
         """Raise RingError when somebody has cut the file: touching lost pages ends the process."""
@@ -155,6 +183,9 @@ class RingReader:
             raise RingError(f"{self.path} was cut while it was followed: what was unread is lost")
 
     def close(self) -> None:
+        if self._map.closed:
+            return
+        os.close(self._descriptor)
         for view in (self._counters, self._data, self._bytes):
             view.release()
         self._map.close()
@@ -186,6 +217,15 @@ class RingReader:
             if gap is not None and gap.frames:
                 gaps.append(gap)
         return replace(_EMPTY, gaps=tuple(gaps))
+
+    def skip(self, keep_bytes: int) -> Gap | None:
+        """Jump ahead until `keep_bytes` at most are unread: for who wants the newest only.
+
+        What is passed over counts as lost for this reader. None: there was no need.
+        """
+        tail, intent = self._ends()
+        start = max(tail - keep_bytes, intent - self.header.capacity)
+        return self._resync(start, corrupt=0) if start > self.cursor.position else None
 
     def read_open_frame(self) -> FrameBatch:
         """The frame a dead writer was in, after `read` has returned everything else.
@@ -245,7 +285,7 @@ class RingReader:
         furthest = later + 2 * self.header.frame_limit + ALIGNMENT
         if (tail | intent) % ALIGNMENT == 0 and tail <= intent <= furthest:
             return tail, intent
-        if not self.closed_by_writer and self.writer_alive():
+        if self.writer_alive():
             return self.cursor.position, self.cursor.position
         self._recover_counters()
         return self._counters[TAIL], self._counters[INTENT]
@@ -279,8 +319,7 @@ class RingReader:
         now = time.monotonic()
         if self._stalled_since is None:
             self._stalled_since = now
-        gone = self.closed_by_writer or not self.writer_alive()
-        return gone or now - self._stalled_since > STALL_S
+        return not self.writer_alive() or now - self._stalled_since > STALL_S
 
     def _resync(self, start: int, corrupt: int) -> Gap | None:
         """Jump to the first whole frame at or after `start` and count what lies before it.
@@ -292,7 +331,7 @@ class RingReader:
         found = self._find(-(-start // ALIGNMENT) * ALIGNMENT, tail)
         if found is not None:
             sequence, tokens, position = found.sequence, found.tokens_before, found.position
-        elif self.closed_by_writer or not self.writer_alive():
+        elif not self.writer_alive():
             (sequence, tokens), position = self.written, tail
         else:
             return None

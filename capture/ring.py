@@ -14,6 +14,8 @@ import struct
 import sys
 import threading
 import time
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -26,9 +28,11 @@ from capture.errors import (
     FrameTooLargeError,
     RingError,
     RingFormatError,
+    RingIncompleteError,
     RingInUseError,
     RingSpaceError,
 )
+from capture.liveness import ProcessIdentity, is_locked
 
 MAGIC = b"INFLRING"
 FORMAT_VERSION = 1
@@ -39,6 +43,7 @@ MIN_CAPACITY = 64 * 1024
 FRAME_HEADER_BYTES = 64
 FRAME_MAGIC = 0x454D5246
 PADDING = 0
+TEMPORARY_SUFFIX = ".tmp"
 
 FILE_HEADER = struct.Struct("<8sIIIIQQ16s16sQIIQqq")
 FRAME_HEADER = struct.Struct("<QQQqQIIIHHII")
@@ -77,6 +82,11 @@ class RingHeader:
     boot_id: bytes
     anchor_monotonic_ns: int
     anchor_wall_ns: int
+    pid_namespace: int = 0
+
+    @property
+    def writer(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.pid_start, self.boot_id, self.pid_namespace)
 
     def pack(self) -> bytes:
         fixed = FILE_HEADER.pack(
@@ -91,7 +101,7 @@ class RingHeader:
             self.boot_id,
             self.epoch,
             self.pid,
-            0,
+            self.pid_namespace,
             self.pid_start,
             self.anchor_monotonic_ns,
             self.anchor_wall_ns,
@@ -100,17 +110,28 @@ class RingHeader:
 
     @classmethod
     def unpack(cls, data: bytes, path: Path, file_bytes: int) -> RingHeader:
-        """Read and check a file's first bytes; RingFormatError says what does not fit."""
-        if len(data) < HEADER_BYTES:
-            raise RingFormatError(f"{path} is no ring: {file_bytes} bytes, too short for a header")
+        """Read and check a file's first bytes.
+
+        Raises RingFormatError saying what does not fit; RingIncompleteError while the file may
+        still be on its way into the directory.
+        """
+        if len(data) < HEADER_BYTES or not any(data):
+            raise RingIncompleteError(
+                f"{path} has no header yet ({file_bytes} bytes): it is still being copied, or it "
+                "was cut and can be removed"
+            )
         fields = FILE_HEADER.unpack_from(data)
         magic, version, order, header_bytes, alignment, capacity, limit = fields[:7]
         if magic != MAGIC:
             raise RingFormatError(f"{path} is no ring: it starts with {magic!r}, not {MAGIC!r}")
         if version != FORMAT_VERSION:
+            newer = version > FORMAT_VERSION
+            way_out = (
+                "upgrade inferloop here" if newer else "read it with the version that wrote it"
+            )
             raise RingFormatError(
-                f"{path} has ring format {version}, this version reads {FORMAT_VERSION}: "
-                "run the collector of the version that wrote it"
+                f"{path} has ring format {version}, this version reads format {FORMAT_VERSION}: "
+                f"the engine that wrote it is {'newer' if newer else 'older'}, {way_out}"
             )
         (checksum,) = struct.unpack_from("<Q", data, FILE_HEADER.size)
         expected = (BYTE_ORDER, HEADER_BYTES, ALIGNMENT)
@@ -118,32 +139,16 @@ class RingHeader:
             data[: FILE_HEADER.size]
         ):
             raise RingFormatError(f"{path} has a damaged header: remove the file")
-        if file_bytes != HEADER_BYTES + capacity:
-            raise RingFormatError(
-                f"{path} is {file_bytes} bytes, its header promises {HEADER_BYTES + capacity}: "
-                "it was cut or overwritten, remove it"
+        sizes = f"{path} is {file_bytes} bytes, its header promises {HEADER_BYTES + capacity}"
+        if file_bytes < HEADER_BYTES + capacity:
+            raise RingIncompleteError(
+                f"{sizes}: it is still being copied, or it was cut and can be removed"
             )
-        engine, boot, epoch, pid, _, start, monotonic, wall = fields[7:]
-        return cls(UUID(bytes=engine), epoch, capacity, limit, pid, start, boot, monotonic, wall)
-
-
-def boot_id() -> bytes:
-    """The running kernel's boot id (16 bytes), zeros where the system has none."""
-    try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return bytes(16)
-    return UUID(text.strip()).bytes
-
-
-def process_start(pid: int) -> int | None:
-    """Start of a living process in clock ticks since boot; None: no such process, or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
+        if file_bytes > HEADER_BYTES + capacity:
+            raise RingFormatError(f"{sizes}: something else was written behind it, remove it")
+        engine, boot, epoch, pid, namespace, start, monotonic, wall = fields[7:]
+        identity = UUID(bytes=engine)
+        return cls(identity, epoch, capacity, limit, pid, start, boot, monotonic, wall, namespace)
 
 
 def clock_anchors() -> tuple[int, int]:
@@ -189,13 +194,14 @@ class RingWriter:
         self.words: npt.NDArray[np.uint32] = np.frombuffer(self.data, np.uint32)
         self.floats: npt.NDArray[np.float32] = np.frombuffer(self.data, np.float32)
         self._intent = self._tail = self._frames = self._tokens = self._refused = 0
+        _writers.add(self)
 
     @classmethod
     def create(cls, path: Path, *, capacity_bytes: int, engine_id: UUID) -> RingWriter:
         """Create the ring's file and take its lock.
 
         Raises RingInUseError when the file exists, RingSpaceError when it does not fit, RingError
-        when the directory cannot be written or the size makes no sense.
+        when the directory cannot be written or locked or the size makes no sense.
         """
         if sys.byteorder != "little":
             raise RingError("rings need a little-endian machine")
@@ -207,18 +213,24 @@ class RingWriter:
         if path.exists():
             raise RingInUseError(_in_use(path))
         header = _new_header(capacity, engine_id)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
         descriptor = _allocate(temporary, HEADER_BYTES + capacity)
+        writer = None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(descriptor, header.pack(), 0)
-            os.link(temporary, path)
-        except FileExistsError:
-            os.close(descriptor)
-            raise RingInUseError(_in_use(path)) from None
+            writer = cls(path, header, descriptor)
+            os.link(temporary, path)  # last: a reader sees the whole ring or none
+        except OSError as error:
+            if writer is None:
+                os.close(descriptor)
+            else:
+                writer._let_go()
+            if isinstance(error, FileExistsError):
+                raise RingInUseError(_in_use(path)) from None
+            raise RingError(f"cannot create the ring {path}: {error.strerror}") from error
         finally:
             temporary.unlink(missing_ok=True)
-        return cls(path, header, descriptor)
+        return writer
 
     @property
     def counters(self) -> WriterCounters:
@@ -273,17 +285,30 @@ class RingWriter:
             self.commit(len(payload), kind, schema, records)
 
     def close(self) -> None:
-        """Mark the ring as closed, unmap it, release the lock; the file stays for its readers."""
-        if self._map.closed:
+        """Mark the ring as closed, unmap it, release the lock; the file stays for its readers.
+
+        In a forked child it does nothing: the ring is its parent's.
+        """
+        if self._map.closed or os.getpid() != self.header.pid:
             return
         with self.lock:
             self._counters[STATE] = CLOSED
-            self.words = np.empty(0, np.uint32)
-            self.floats = np.empty(0, np.float32)
-            for view in (self._counters, self.data, self._bytes):
-                view.release()
-            self._map.close()
-            os.close(self._descriptor)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        os.close(self._descriptor)
+        self.words = np.empty(0, np.uint32)
+        self.floats = np.empty(0, np.float32)
+        for view in (self._counters, self.data, self._bytes):
+            view.release()
+        self._map.close()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: it must neither write to the ring nor keep its lock alive."""
+        self.lock = threading.Lock()  # a thread that did not come along may have held it
+        if not self._map.closed:
+            with suppress(BufferError):  # a thread was filling a frame: see docs/ring-format.md
+                self._let_go()
 
     def _write_header(
         self, position: int, length: int, records: int, tokens: int, kind: int, schema: int
@@ -312,29 +337,31 @@ class RingWriter:
 
 
 def _new_header(capacity: int, engine_id: UUID) -> RingHeader:
-    pid = os.getpid()
+    writer = ProcessIdentity.own()
     monotonic, wall = clock_anchors()
     return RingHeader(
         engine_id=engine_id,
         epoch=wall,
         capacity=capacity,
         frame_limit=capacity // 8,
-        pid=pid,
-        pid_start=process_start(pid) or 0,
-        boot_id=boot_id(),
+        pid=writer.pid,
+        pid_start=writer.start,
+        boot_id=writer.boot_id,
         anchor_monotonic_ns=monotonic,
         anchor_wall_ns=wall,
+        pid_namespace=writer.namespace,
     )
 
 
 def _allocate(path: Path, size: int) -> int:
-    """Create `path` with all its blocks; returns the descriptor."""
+    """Create `path` with all its blocks and lock it; returns the descriptor."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     except OSError as error:
         raise RingError(f"cannot create a ring in {path.parent}: {error.strerror}") from error
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # first: unlocked, it is what a dead process left
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
@@ -355,7 +382,20 @@ def _in_use(path: Path) -> str:
     way_out = "let `inferloop collect` drain and remove it, or start under a new engine id"
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held = is_locked(file.fileno())
     except OSError:
+        held = None
+    if held:
         return f"the ring {path} is being written by another process: every engine needs its own"
     return f"the ring {path} exists, its writer is gone: {way_out}"
+
+
+_writers: weakref.WeakSet[RingWriter] = weakref.WeakSet()
+
+
+def _leave_rings_to_parent() -> None:
+    for writer in list(_writers):
+        writer._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_rings_to_parent)
