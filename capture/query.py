@@ -1,8 +1,8 @@
 """A user's SQL, read-only by construction: its own process, which this module starts and watches.
 
-The process (`capture.query_process`) attaches the lake READ_ONLY, closes DuckDB's access to files
-and the network, locks its settings, and only then looks at the query. Here: one statement, time
-limit, result as Arrow. Not for our own queries: those use `capture.lake.open_lake`.
+The process (`capture.query_process`) attaches the lake READ_ONLY, shuts itself in, and only then
+looks at a query. Here: one statement at a time, time limit, result as Arrow; a session keeps the
+process for the next query. Not for our own queries: those use `capture.lake.open_lake`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from capture.errors import LakeMissingError, QueryError
@@ -30,7 +30,7 @@ START_S = 20.0
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """`timeout_s` counts from the start of the query; `rows` 0: all."""
+    """`timeout_s` counts from the start of a query; `rows` 0: all."""
 
     timeout_s: float = 30.0
     memory_mib: int = 1024
@@ -38,49 +38,152 @@ class QueryLimits:
     rows: int = 0
 
 
+class QuerySession:
+    """A warm query process: started at once, again after a query that had to be stopped.
+
+    A context manager. Not for several threads, but for `cancel`.
+    """
+
+    def __init__(self, place: LakePlace, limits: QueryLimits | None = None) -> None:
+        """Raises LakeMissingError when there is no lake."""
+        if place.catalog_file is not None and not place.catalog_file.exists():
+            raise LakeMissingError(missing(place))
+        self.limits = limits or QueryLimits()
+        self._place = place
+        self._process = _start(place, self.limits)
+        self._opened = False
+        self._cancelled = False
+
+    def __enter__(self) -> QuerySession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._process)
+
+    def cancel(self) -> None:
+        """Stop the running query, if any: its reader raises QueryError. From any thread."""
+        self._cancelled = True
+        self._process.kill()
+
+    @contextmanager
+    def run(self, sql: str, *, rows: int | None = None) -> Iterator[pa.RecordBatchReader]:
+        """Run one SELECT and yield its result as a stream of record batches.
+
+        `rows`: a limit other than the session's. With one, a row more than it is sent, so that
+        the caller can tell. Raises QueryError when the query is refused, fails, or runs out of
+        time or memory. A result that was not read to its end costs the process.
+        """
+        import pyarrow as pa
+
+        rows = self.limits.rows if rows is None else rows
+        checked_text(sql)
+        watchdog = self._ready()
+        reusable = False
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            """The stream's batches; then, instead of an end, the error if there was one."""
+            nonlocal reusable
+            try:
+                yield from stream
+            except (pa.ArrowInvalid, OSError):
+                raise self._failure(watchdog) from None
+            reusable = True
+            self._expect("done", watchdog)
+
+        try:
+            self._ask({"sql": sql, "rows": rows, "timeout_s": watchdog.timeout_s})
+            reusable = True  # should it refuse, it waits for the next query
+            self._expect("result", watchdog)
+            reusable = False
+            stream = pa.ipc.open_stream(self._process.stdout)
+            yield pa.RecordBatchReader.from_batches(stream.schema, batches())
+        finally:
+            watchdog.cancel()
+            if not reusable or watchdog.fired:
+                self._process.kill()
+                self._process.wait()
+
+    def warm(self) -> None:
+        """Start the process again, after a query that cost it, without waiting for it."""
+        if self._process.poll() is not None:
+            _end(self._process)
+            self._opened = False
+            self._process = _start(self._place, self.limits)
+
+    def _ready(self) -> _Watchdog:
+        """A watchdog for the next query, whose time starts once the process has the lake open."""
+        if self._opened:
+            self.warm()
+        watchdog = _Watchdog(self._process, self.limits.timeout_s)
+        try:
+            if not self._opened:
+                self._expect("ready", watchdog)
+                self._opened = True
+        except BaseException:
+            watchdog.cancel()
+            self._process.kill()
+            self._process.wait()
+            self._opened = True  # so that the next query starts it again
+            raise
+        self._cancelled = False
+        watchdog.query_started()
+        return watchdog
+
+    def _ask(self, request: dict[str, Any]) -> None:
+        stream = self._process.stdin
+        try:
+            if stream is not None:
+                stream.write(json.dumps(request).encode() + b"\n")
+                stream.flush()
+        except BrokenPipeError:
+            pass  # it died; the answer that does not come says so
+
+    def _expect(self, word: str, watchdog: _Watchdog) -> None:
+        """Read the process's next line, which says `word`, or an error."""
+        stream = self._process.stdout
+        line = stream.readline() if stream is not None else b""
+        if not line.endswith(b"\n") or watchdog.fired:
+            raise self._failure(watchdog)
+        said = json.loads(line)
+        if "error" in said:
+            place = said.get("place")
+            raise QueryError(said["error"], (place[0], place[1]) if place else None)
+        if word not in said:
+            raise self._failure(watchdog)
+
+    def _failure(self, watchdog: _Watchdog) -> QueryError:
+        process = self._process
+        process.kill()
+        process.wait()
+        if self._cancelled:
+            return QueryError("the query was stopped")
+        if watchdog.fired:
+            return QueryError(
+                f"the query was stopped after {watchdog.timeout_s:g} s: narrow it (a time range, "
+                "LIMIT) or give it more with --timeout"
+            )
+        text = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
+        last = text.splitlines()[-1] if text else f"exit code {process.returncode}"
+        return QueryError(f"the query process died ({last}): its memory limit may be too high")
+
+
 @contextmanager
 def run_query(
     place: LakePlace, sql: str, limits: QueryLimits | None = None
 ) -> Iterator[pa.RecordBatchReader]:
-    """Run one SELECT and yield its result as a stream of record batches.
+    """Run one SELECT in a process of its own; as `QuerySession.run`."""
+    checked_text(sql)
+    with QuerySession(place, limits) as session, session.run(sql) as reader:
+        yield reader
 
-    With a row limit one row more than it is sent, so that the caller can tell. Raises QueryError
-    when the query is refused, fails or runs out of time or memory, LakeMissingError when there is
-    no lake.
-    """
-    import pyarrow as pa
 
-    limits = limits or QueryLimits()
+def checked_text(sql: str) -> str:
+    """`sql`; raises QueryError when it holds halves of characters."""
     try:
         sql.encode()
     except UnicodeEncodeError as error:
         raise QueryError(f"the query is not UTF-8 at character {error.start + 1}") from None
-    if place.catalog_file is not None and not place.catalog_file.exists():
-        raise LakeMissingError(missing(place))
-    process = _start(place)
-    watchdog = _Watchdog(process, limits.timeout_s)
-    try:
-        _ask(
-            process,
-            {"place": asdict(place.without_password()), "sql": sql, "limits": asdict(limits)},
-        )
-        _await_start(process, watchdog)
-        try:
-            with pa.ipc.open_stream(process.stdout) as reader:
-                yield reader
-        except (pa.ArrowInvalid, OSError) as error:
-            if _finished(process) == 0 and not watchdog.fired:
-                raise  # it is the caller who failed, writing the rows somewhere
-            raise _failure(process, watchdog) from error
-        if _finished(process) != 0 or watchdog.fired:
-            raise _failure(process, watchdog)
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+    return sql
 
 
 class _Watchdog:
@@ -111,7 +214,8 @@ class _Watchdog:
         self._process.kill()
 
 
-def _start(place: LakePlace) -> subprocess.Popen[bytes]:
+def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:
+    """The process, told where the lake is; it opens it while the caller goes on."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -119,49 +223,31 @@ def _start(place: LakePlace) -> subprocess.Popen[bytes]:
     }
     if place.password is not None:
         environment["PGPASSWORD"] = unquote(place.password)  # SQL can see the URL
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "capture.query_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
     )
-
-
-def _ask(process: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
+    request = {
+        "place": asdict(place.without_password()),
+        "memory_mib": limits.memory_mib,
+        "threads": limits.threads,
+    }
     assert process.stdin is not None
     try:
-        process.stdin.write(json.dumps(request).encode())
-        process.stdin.close()
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
     except BrokenPipeError:
         pass  # it died at once; its message is on stderr
+    return process
 
 
-def _await_start(process: subprocess.Popen[bytes], watchdog: _Watchdog) -> None:
-    """The process says `ready` once the lake is attached: the query's time starts there."""
-    stream: IO[bytes] | None = process.stdout
-    if stream is None or stream.readline() != b"ready\n":
-        raise _failure(process, watchdog)
-    watchdog.query_started()
-
-
-def _finished(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        return 0  # all batches have arrived; `finally` ends it
-
-
-def _failure(process: subprocess.Popen[bytes], watchdog: _Watchdog) -> QueryError:
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    text = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
     process.wait()
-    if watchdog.fired:
-        return QueryError(
-            f"the query was stopped after {watchdog.timeout_s:g} s: narrow it (a time range, "
-            "LIMIT) or give it more with --timeout"
-        )
-    if text.startswith("{"):
-        return QueryError(str(json.loads(text.splitlines()[0])["error"]))
-    last = text.splitlines()[-1] if text else f"exit code {process.returncode}"
-    return QueryError(f"the query process died ({last}): its memory limit may be too high")
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with suppress(BrokenPipeError):  # what was not yet written to it
+                pipe.close()

@@ -1,80 +1,103 @@
-"""The process that runs a user's query: started by `capture.query`, never imported by others.
+"""The process that runs a user's queries: started by `capture.query`, never imported by others.
 
-Reads one JSON request from stdin, writes `ready` and an Arrow stream to stdout, or one JSON error
-to stderr. Closed before the query is looked at: files and network (external access off but for the
-lake's own files, which DuckDB could then also write: so only statements that read are run),
-settings (locked), extensions (none can be loaded), temporary files, files of any size.
+Reads JSON lines from stdin: first where the lake is, then a query each. Answers on stdout: a JSON
+line, for a result followed by an Arrow stream and a JSON line that says how it ended. Closed
+before the first query is looked at: files but for reading the lake, the network, settings,
+extensions. When stdin ends it ends.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import os
 import resource
+import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from capture.errors import CaptureError, QueryError
-from capture.lake import LakePlace, attach, check_version, connect, escaped, first_line
+from capture.lake import LakePlace, attach, check_version, connect, escaped
+from capture.sandbox import confine, limit_cpu, limit_files_and_memory
+from capture.statement import check_statement, query_error
 
 if TYPE_CHECKING:
     import duckdb
 
 BATCH_ROWS = 65536
-FILE_BYTES = 1 << 20
 START_CPU_S = 10
-# The scanner extensions open their files and servers without asking DuckDB, and DuckLake's upkeep
-# deletes files; functions that run text could be given their names in pieces.
-_FOREIGN = re.compile(
-    r"\b(?:(?:sqlite|postgres)_(?:scan|query|attach|execute)"
-    r"|ducklake_(?:add|cleanup|commit|delete|expire|flush|merge|rewrite|set))\w*",
-    re.IGNORECASE,
-)
-_TEXT_RUNNERS = re.compile(
-    r"\b(?:query(?:_table)?|json_execute_serialized_sql)\"?(?:\s|/\*.*?\*/|--[^\n]*\n)*\(",
-    re.IGNORECASE | re.DOTALL,
-)
-_PRAGMA = re.compile(r"(?:\s|/\*.*?\*/|--[^\n]*\n)*pragma\b", re.IGNORECASE | re.DOTALL)
+UNCOUNTED_MIB = 512  # what DuckDB's own memory limit does not count, and this process itself
+POSTGRES_PORT = 5432
 
 
 def main() -> None:
-    request = json.load(sys.stdin.buffer)
-    # Whoever started this process watches its time; should he be killed, the kernel ends it.
-    seconds = int(START_CPU_S + request["limits"]["timeout_s"] * request["limits"]["threads"])
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this process
+    requests = map(json.loads, sys.stdin.buffer)
+    output = sys.stdout.buffer
     try:
-        _run(request)
+        request = next(requests, None)
+        if request is not None:
+            serve(LakePlace(**request["place"]), request, requests, output)
     except (CaptureError, OSError) as error:
-        print(json.dumps({"error": str(error)}), file=sys.stderr)
+        _say(output, {"error": str(error)})
         sys.exit(1)
 
 
-def _run(request: dict[str, Any]) -> None:
-    import duckdb
-    import pyarrow as pa
-
-    place, limits, sql = LakePlace(**request["place"]), request["limits"], request["sql"]
+def serve(
+    place: LakePlace, limits: dict[str, Any], requests: Iterator[dict[str, Any]], output: IO[bytes]
+) -> None:
+    """Open the lake, then answer one query after the other until there are no more."""
+    keep_catalog_open(place)
+    shut(place)
     connection = sealed(place, limits["memory_mib"], limits["threads"])
-    sys.stdout.buffer.write(b"ready\n")
-    sys.stdout.buffer.flush()
+    limit_files_and_memory((limits["memory_mib"] + UNCOUNTED_MIB) << 20)
+    _say(output, {"ready": True})
+    for request in requests:
+        # Whoever started this process watches its time; should he be killed, the kernel ends it.
+        limit_cpu(int(START_CPU_S + request["timeout_s"] * limits["threads"]))
+        try:
+            answer(connection, request["sql"], request["rows"], limits["memory_mib"], output)
+        except QueryError as error:
+            _say(output, {"error": str(error), "place": error.place})
+
+
+def answer(
+    connection: duckdb.DuckDBPyConnection, sql: str, rows: int, memory_mib: int, output: IO[bytes]
+) -> None:
+    """Send the result, at most `rows` + 1 rows (0: all). Raises QueryError; see `_stream`."""
+    import duckdb
+
     try:
         check_statement(connection, sql)
         reader = connection.execute(sql).to_arrow_reader(BATCH_ROWS)
-        left = limits["rows"] + 1 if limits["rows"] else None
-        with pa.ipc.new_stream(sys.stdout.buffer, reader.schema) as stream:
-            for batch in reader:
-                stream.write_batch(batch if left is None else batch.slice(0, left))
-                if left is not None:
-                    left -= min(left, batch.num_rows)
-                    if left == 0:
-                        break
-    except duckdb.OutOfMemoryException as error:
+        _say(output, {"result": True})
+        _stream(reader, rows, output)
+    except (duckdb.OutOfMemoryException, MemoryError):
         raise QueryError(
-            f"the query needs more than its {limits['memory_mib']} MiB of memory: narrow it, or "
-            "give it more with --memory-mib"
-        ) from error
+            f"the query needs more than its {memory_mib} MiB of memory: narrow it, or give it "
+            "more with --memory-mib"
+        ) from None
     except duckdb.Error as error:
-        raise QueryError(first_line(error)) from error
+        raise query_error(error, sql) from None
+    finally:
+        connection.execute("SELECT 1").fetchall()  # lets go of a result that was left early
+    _say(output, {"done": True})
+
+
+def _stream(reader: Any, rows: int, output: IO[bytes]) -> None:
+    """An Arrow stream that is ended also when the query fails on the way: the error follows it."""
+    import pyarrow as pa
+
+    left = rows + 1 if rows else None
+    with pa.ipc.new_stream(output, reader.schema) as stream:
+        for batch in reader:
+            stream.write_batch(batch if left is None else batch.slice(0, left))
+            if left is not None:
+                left -= min(left, batch.num_rows)
+                if left == 0:
+                    break
 
 
 def sealed(place: LakePlace, memory_mib: int, threads: int) -> duckdb.DuckDBPyConnection:
@@ -91,29 +114,65 @@ def sealed(place: LakePlace, memory_mib: int, threads: int) -> duckdb.DuckDBPyCo
         "lock_configuration = true",
     ):
         connection.execute(f"SET {setting}")
-    # Reading a SQLite catalog takes its small index file of shared memory; nothing else is written.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     return connection
 
 
-def check_statement(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Raise QueryError unless `sql` is one statement that reads."""
-    import duckdb
+def shut(place: LakePlace) -> None:
+    """Let the kernel refuse all but reading the lake, where it can: see `capture.sandbox`."""
+    if place.catalog_file is None:
+        port: int | None = urlsplit(place.catalog).port or POSTGRES_PORT
+        readable, written = [Path.home() / ".postgresql"], []
+    else:
+        port = None
+        readable = [place.catalog_file.parent]
+        # Readers of a SQLite catalog lock by writing to its small index of shared memory.
+        written = [place.catalog_file.with_name(f"{place.catalog_file.name}-shm")]
+    if "://" not in place.data:
+        readable.append(Path(place.data))
+    confine(readable, written, port)
 
-    statements = connection.extract_statements(sql)
-    if len(statements) != 1:
-        raise QueryError(f"one statement at a time, not {len(statements)}")
-    kind = statements[0].type
-    if kind not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
-        raise QueryError(f"the trace lake is read-only here: {kind.name} is refused, use SELECT")
-    if _PRAGMA.match(sql):
-        raise QueryError("PRAGMA is refused: use DESCRIBE, SHOW TABLES or SELECT")
-    foreign = _FOREIGN.search(sql)
-    if foreign is not None:
-        raise QueryError(f"{foreign[0]} is refused: the trace lake can be read here, no more")
-    if _TEXT_RUNNERS.search(sql):
-        raise QueryError("query() and others that run text are refused: write the query itself")
+
+def keep_catalog_open(place: LakePlace) -> None:
+    """Have a process hold a SQLite catalog open for as long as this one lives.
+
+    SQLite removes a catalog's index of shared memory with the last process that has it open, and
+    the next reader makes it anew, which this process may not. It must be another process: closing
+    a second handle would drop the locks that DuckDB's handle holds here.
+    """
+    import sqlite3
+
+    if place.catalog_file is None or not place.catalog_file.exists():
+        return
+    alive, end = os.pipe()
+    ready, opened = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.close(end)
+            for stream in (0, 1, 2):
+                os.close(stream)
+            catalog = sqlite3.connect(f"{place.catalog_file.as_uri()}?mode=ro", uri=True)
+            catalog.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            os.close(opened)
+            os.read(alive, 1)  # ends when the other end is closed, however that comes about
+        except (sqlite3.Error, OSError):
+            pass  # attaching it says clearly what is wrong
+        finally:
+            os._exit(0)
+    os.close(alive)
+    os.close(opened)
+    os.read(ready, 1)
+    os.close(ready)
+    _kept.append(end)
+
+
+_kept: list[int] = []
+
+
+def _say(output: IO[bytes], line: dict[str, Any]) -> None:
+    output.write(json.dumps(line).encode() + b"\n")
+    output.flush()
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     main()

@@ -1,0 +1,174 @@
+"""Which SQL a user may run: one statement that reads, and nothing but the lake's own tables.
+
+Judged on DuckDB's own parse tree, so that quoting, comments and nesting hide nothing, and by what
+is allowed, so that a function nobody thought of is refused. The first of three walls: the second
+are DuckDB's settings (`capture.query_process`), the third the kernel's rules (`capture.sandbox`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from capture.errors import QueryError, first_line
+from capture.lake import NAME
+
+if TYPE_CHECKING:
+    import duckdb
+
+_BLANK = r"(?:\s|/\*.*?\*/|--[^\n]*\n)"
+_EXPLAIN = re.compile(
+    rf"{_BLANK}*explain\b{_BLANK}*(?:analyze\b|\([^()]*\))?", re.IGNORECASE | re.DOTALL
+)
+_PRAGMA = re.compile(rf"{_BLANK}*pragma\b", re.IGNORECASE | re.DOTALL)
+_PIVOT = re.compile(r"\bpivot\b", re.IGNORECASE)
+_CARET = re.compile(r"^LINE (\d+): (.*)\n( *)\^", re.MULTILINE)
+
+TABLE_FUNCTIONS = frozenset(
+    (
+        "duckdb_columns",
+        "duckdb_databases",
+        "duckdb_extensions",
+        "duckdb_functions",
+        "duckdb_keywords",
+        "duckdb_memory",
+        "duckdb_schemas",
+        "duckdb_settings",
+        "duckdb_tables",
+        "duckdb_types",
+        "duckdb_views",
+        "ducklake_list_files",
+        "ducklake_snapshots",
+        "ducklake_table_changes",
+        "ducklake_table_deletions",
+        "ducklake_table_info",
+        "ducklake_table_insertions",
+        "generate_series",
+        "histogram",
+        "histogram_values",
+        "json_each",
+        "json_tree",
+        "pg_timezone_names",
+        "pragma_table_info",
+        "pragma_version",
+        "range",
+        "repeat",
+        "repeat_row",
+        "unnest",
+    )
+)
+"""Those that read no file, besides the lake's own macros."""
+REFUSED_FUNCTIONS = frozenset(
+    ("getenv", "json_execute_serialized_sql", "nextval", "query", "query_table", "write_log")
+)
+
+
+class Place(NamedTuple):
+    """Where in a query: from 1."""
+
+    line: int
+    column: int
+
+
+def check_statement(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+    """Raise QueryError unless `sql` is one statement that reads the lake."""
+    import duckdb
+
+    try:
+        statements = connection.extract_statements(sql)
+    except duckdb.Error as error:
+        raise query_error(error, sql) from None
+    if not statements:
+        raise QueryError('there is no query: write one, such as  inferloop sql "FROM engines"')
+    if _PRAGMA.match(sql):
+        raise QueryError("PRAGMA is refused: use DESCRIBE, SHOW TABLES or SELECT")
+    if len(statements) > 1:
+        if _PIVOT.search(sql):
+            raise QueryError("name the values to pivot on: PIVOT ... ON column IN ('a', 'b')")
+        raise QueryError(f"one statement at a time, not {len(statements)}")
+    kind = statements[0].type
+    if kind == duckdb.StatementType.EXPLAIN:
+        inner = _EXPLAIN.sub("", sql, count=1)
+        _check_kind(connection.extract_statements(inner)[0].type)
+        _check_tree(connection, _tree(connection, inner))
+        return
+    _check_kind(kind)
+    _check_tree(connection, _tree(connection, sql))
+
+
+def query_error(error: duckdb.Error, sql: str) -> QueryError:
+    """A DuckDB error in one line, with its place in the query when DuckDB says where."""
+    place = error_place(str(error), sql)
+    where = f" (line {place.line}, column {place.column})" if place is not None else ""
+    return QueryError(first_line(error) + where, place)
+
+
+def error_place(message: str, sql: str) -> Place | None:
+    """Where DuckDB's caret points; of a long line it shows a part between dots only."""
+    found = _CARET.search(message)
+    if found is None:
+        return None
+    number, shown = int(found[1]), found[2]
+    lines = sql.split("\n")
+    if number > len(lines):
+        return None
+    column = len(found[3]) - len(f"LINE {number}: ")
+    if shown.startswith("..."):
+        start = lines[number - 1].find(shown.removeprefix("...").removesuffix("..."))
+        column += start - len("...") if start >= 0 else 0
+    return Place(number, max(column, 0) + 1)
+
+
+def _check_kind(kind: Any) -> None:
+    import duckdb
+
+    if kind != duckdb.StatementType.SELECT:
+        raise QueryError(f"the trace lake is read-only here: {kind.name} is refused, use SELECT")
+
+
+def _tree(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    (text,) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone() or ("{}",)
+    try:
+        tree = json.loads(text)
+    except RecursionError:
+        raise QueryError("the query is nested too deeply") from None
+    if tree.get("error", True):
+        raise QueryError(f"the query is refused: {tree.get('error_message', 'it does not parse')}")
+    return tree
+
+
+def _check_tree(connection: duckdb.DuckDBPyConnection, tree: Any) -> None:
+    for node in _nodes(tree):
+        kind = node.get("type")
+        if kind == "TABLE_FUNCTION":
+            name = str(node.get("function", {}).get("function_name", "")).lower()
+            if name not in TABLE_FUNCTIONS and name not in _macros(connection):
+                raise QueryError(f"{name} is refused: only the lake can be read here")
+        elif kind == "BASE_TABLE":
+            for part in ("catalog_name", "schema_name"):
+                if str(node.get(part, "")).lower().startswith("__ducklake"):
+                    raise QueryError("the catalog's own tables are refused: use ducklake_snapshots")
+        name = str(node.get("function_name", "")).lower()
+        if name in REFUSED_FUNCTIONS:
+            raise QueryError(f"{name}() is refused: only the lake can be read here")
+
+
+def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a JSON value, without recursion."""
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def _macros(connection: duckdb.DuckDBPyConnection) -> set[str]:
+    rows = connection.execute(
+        "SELECT lower(function_name) FROM duckdb_functions() WHERE database_name = ?", [NAME]
+    ).fetchall()
+    return {name for (name,) in rows}

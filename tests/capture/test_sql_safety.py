@@ -1,0 +1,298 @@
+"""A user's SQL can read the lake and do nothing else, also without the first of three walls."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import pytest
+from typer.testing import CliRunner
+
+import cli.collect
+import cli.sql  # noqa: F401  these add their commands to the app
+from capture.errors import QueryError
+from capture.query import QueryLimits, QuerySession
+from capture.sandbox import landlock_version
+from capture.statement import check_statement, error_place
+from cli.main import app
+from tests.capture.lakes import commit_rings, place_of
+from tests.capture.rings import engine
+
+RUNAWAY = "SELECT sum(a.latency_us + b.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e"
+HUNGRY = "SELECT a.*, b.*, c.slot FROM tokens a, tokens b, tokens c ORDER BY a.slot + c.slot"
+COUNTED = ("engines", "requests", "finishes", "steps", "tokens", "events", "marks")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    engine(home / "rings", requests=5, steps=40).close()
+    commit_rings(home)
+    (home / "secret").write_text("secret")
+    return home
+
+
+@pytest.fixture(scope="module")
+def session(home: Path) -> Iterator[QuerySession]:
+    with QuerySession(place_of(home), QueryLimits(timeout_s=1.0, memory_mib=128)) as session:
+        yield session
+
+
+def rows(session: QuerySession, query: str) -> list[dict[str, object]]:
+    with session.run(query) as reader:
+        return reader.read_all().to_pylist()
+
+
+def state(home: Path, session: QuerySession) -> tuple[object, ...]:
+    """Every file with its content's digest, and the rows of the tables."""
+    counts = ", ".join(f"(SELECT count(*) FROM {name}) AS {name}" for name in COUNTED)
+    files = [
+        (str(path), hashlib.blake2s(path.read_bytes()).hexdigest() if path.is_file() else "")
+        for path in sorted(home.rglob("*"))
+        if path.suffix not in (".sqlite-shm", ".sqlite-wal")  # SQLite's, while it is being read
+    ]
+    return (files, rows(session, f"SELECT {counts}"))
+
+
+ATTACKS = {
+    # writing files
+    "COPY tokens TO '{data}/evil.csv'": "COPY is refused",
+    "COPY (FROM tokens) TO '{home}/evil.parquet'": "COPY is refused",
+    "EXPLAIN ANALYZE COPY (SELECT 1) TO '{data}/evil.csv'": "COPY is refused",
+    "explain /* x */ (analyze, format json) COPY tokens TO '{data}/evil.csv'": "COPY is refused",
+    "EXPORT DATABASE '{data}/evil'": "EXPORT is refused",
+    "FROM enable_logging(storage := 'file', storage_path := '{data}')": "enable_logging is refused",
+    # other databases and extensions
+    "ATTACH '{data}/evil.db'": "ATTACH is refused",
+    "ATTACH ':memory:' AS evil": "ATTACH is refused",
+    "DETACH lake": "DETACH is refused",
+    "INSTALL httpfs": "LOAD is refused",
+    "LOAD httpfs": "LOAD is refused",
+    "USE memory": "SET is refused",
+    # reading files and the network
+    "FROM read_csv('/etc/passwd')": "read_csv is refused",
+    "FROM \"READ_TEXT\"('{home}/secret')": "read_text is refused",
+    "WITH x AS (FROM read_blob('{home}/secret')) FROM x": "read_blob is refused",
+    "SELECT (SELECT content FROM read_text('{home}/secret'))": "read_text is refused",
+    "SUMMARIZE FROM read_parquet('{home}/lake/data/**/*.parquet')": "read_parquet is refused",
+    "FROM glob('/etc/*')": "glob is refused",
+    "FROM sniff_csv('/etc/passwd')": "sniff_csv is refused",
+    "FROM '/etc/passwd'": "does not exist",
+    "FROM '/etc/passwd.csv'": "disabled by configuration",
+    "FROM read_json('http://127.0.0.1:{port}/x')": "read_json is refused",
+    "FROM 'http://127.0.0.1:{port}/x.csv'": "disabled by configuration",
+    "FROM 'https://127.0.0.1:{port}/x.parquet'": "disabled by configuration",
+    "FROM sqlite_scan('{home}/lake/catalog.sqlite', 'x')": "sqlite_scan is refused",
+    "FROM sqlite_query('lake', 'DELETE FROM ducklake_snapshot')": "sqlite_query is refused",
+    "SELECT getenv('HOME')": r"getenv\(\) is refused",
+    # text that becomes a query
+    "FROM query('FROM read_text' || '(1)')": "query is refused",
+    'SELECT * FROM "query" /* x */ (1)': "query is refused",
+    "FROM query_table('tokens')": "query_table is refused",
+    "FROM json_execute_serialized_sql(json_serialize_sql('SELECT 1'))": "is refused",
+    # memory addresses as tables
+    "FROM arrow_scan(1, 2, 3)": "arrow_scan is refused",
+    "FROM pandas_scan(1)": "pandas_scan is refused",
+    # changing the lake
+    "WITH d AS (DELETE FROM tokens RETURNING *) SELECT * FROM d": "needs a SELECT",
+    "EXPLAIN ANALYZE DELETE FROM tokens": "DELETE is refused",
+    "BEGIN": "TRANSACTION is refused",
+    "SELECT 1; COMMIT; INSERT INTO marks VALUES (uuid(), now(), 'x')": "one statement at a time",
+    "DELETE FROM tokens": "DELETE is refused",
+    "UPDATE tokens SET token_id = 0": "UPDATE is refused",
+    "TRUNCATE tokens": "DELETE is refused",
+    "DROP TABLE tokens": "DROP is refused",
+    "CREATE TEMP TABLE x AS SELECT 1": "CREATE is refused",
+    "CREATE OR REPLACE MACRO why(x) AS TABLE SELECT 1": "CREATE is refused",
+    "COMMENT ON TABLE tokens IS 'x'": "ALTER is refused",
+    "VACUUM": "VACUUM is refused",
+    "CHECKPOINT": "CALL is refused",
+    "CALL ducklake_expire_snapshots('lake', older_than => now())": "CALL is refused",
+    "FROM ducklake_cleanup_old_files('lake', cleanup_all => true)": "is refused",
+    "CALL lake.set_option('parquet_compression', 'none')": "CALL is refused",
+    "FROM __ducklake_metadata_lake.ducklake_metadata": "catalog's own tables are refused",
+    'FROM "__DUCKLAKE_METADATA_lake".main.ducklake_table': "catalog's own tables are refused",
+    # lifting the limits
+    "SET lock_configuration = false": "SET is refused",
+    "SET enable_external_access = true": "SET is refused",
+    "RESET memory_limit": "SET is refused",
+    "PRAGMA database_list": "PRAGMA is refused",
+    "/* x */ -- y\n pragma memory_limit = '9GB'": "PRAGMA is refused",
+    "PREPARE p AS DELETE FROM tokens": "PREPARE is refused",
+    "EXECUTE p": "EXECUTE is refused",
+    # no query
+    "": "there is no query",
+    " ; -- nothing": "there is no query",
+    "SELEC 1": r"syntax error at or near .SELEC. \(line 1, column 1\)",
+    "SELECT slot,\n nothing FROM tokens": r"nothing.* \(line 2, column 2\)",
+}
+
+
+def test_everything_but_reading_the_lake_is_refused(home: Path, session: QuerySession) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        names = {"home": home, "data": home / "lake" / "data", "port": server.getsockname()[1]}
+        before = state(home, session)
+        for attack, message in ATTACKS.items():
+            query = attack
+            for name, value in names.items():
+                query = query.replace(f"{{{name}}}", str(value))
+            started = time.monotonic()
+            with pytest.raises(QueryError, match=message):
+                rows(session, query)
+            assert time.monotonic() - started < 2, attack
+        assert state(home, session) == before
+        with pytest.raises(TimeoutError):  # nobody called
+            server.accept()
+
+
+def test_a_refusal_ends_the_command_with_an_error(home: Path) -> None:
+    command = [sys.executable, "-m", "cli", "sql", "COPY tokens TO '/tmp/evil.csv'"]
+    environment = {**os.environ, "INFERLOOP_HOME": str(home)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "inferloop: the trace lake is read-only here: COPY is refused, use SELECT"
+    ]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT 1",
+        "FROM tokens",
+        "SHOW TABLES",
+        "DESCRIBE tokens",
+        "SUMMARIZE tokens",
+        "EXPLAIN SELECT 1",
+        "EXPLAIN ANALYZE SELECT count(*) FROM tokens",
+        "VALUES (1)",
+        "WITH x AS (FROM tokens) SELECT count(*) FROM x, range(3)",
+        "FROM slow_tokens(3)",
+        "FROM why('0')",
+        "FROM lake.main.slow_tokens(3)",
+        "FROM ducklake_snapshots('lake')",
+        "SELECT * FROM tokens AT (VERSION => 1)",
+        "PIVOT tokens ON slot IN (0, 1) USING count(*)",
+        "SELECT 'read_csv(1); DROP TABLE tokens' AS text",
+    ],
+)
+def test_statements_that_read_are_run(session: QuerySession, query: str) -> None:
+    rows(session, query)
+
+
+def test_without_the_first_wall_the_others_hold(home: Path) -> None:
+    """The same process without `check_statement`: DuckDB's settings, then the kernel, say no."""
+    code = (
+        "import json, sys\n"
+        "from capture.lake import LakePlace\n"
+        "from capture.query_process import keep_catalog_open, sealed, shut\n"
+        "place = LakePlace(*sys.argv[1:3])\n"
+        "keep_catalog_open(place)\n"
+        "shut(place)\n"
+        "lake = sealed(place, 128, 2)\n"
+        "for query in json.loads(sys.argv[3]):\n"
+        "    try:\n"
+        "        answer = lake.execute(query).fetchall()\n"
+        "    except Exception as error:\n"
+        "        answer = str(error)\n"
+        "    print(json.dumps(answer, default=str))\n"
+    )
+    place = place_of(home)
+    attempts = {
+        "SELECT count(*) FROM tokens": "200",
+        "FROM read_text('/etc/passwd')": "disabled by configuration",
+        f"COPY (SELECT 1) TO '{home}/evil.csv'": "disabled by configuration",
+        f"COPY (SELECT 1) TO '{place.data}/evil.csv'": "Permission denied",
+        f"ATTACH '{place.data}/evil.db' AS evil": "Permission denied",
+        f"FROM sqlite_scan('{home}/other.sqlite', 'labels')": "unable to open database",
+        "INSERT INTO marks VALUES (uuid(), now()::TIMESTAMP, 'x')": "read-only",
+        "DELETE FROM tokens": "read-only",
+        "SET lock_configuration = false": "locked",
+        "LOAD httpfs": "is disabled",
+        "SELECT count(*) AS n FROM tokens": "200",
+    }
+    if landlock_version() < 1:
+        pytest.skip("this kernel has no Landlock")
+    (home / "other.sqlite").write_bytes(b"")
+    command = [sys.executable, "-c", code, place.catalog, place.data, json.dumps(list(attempts))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answers = done.stdout.splitlines()
+    assert len(answers) == len(attempts), done.stderr
+    for attempt, answer in zip(attempts, answers, strict=True):
+        assert attempts[attempt] in answer, attempt
+    assert not list(home.rglob("evil*"))
+
+
+@pytest.mark.parametrize("query", [RUNAWAY, HUNGRY], ids=["time", "memory"])
+def test_a_runaway_query_is_stopped_within_two_seconds(session: QuerySession, query: str) -> None:
+    rows(session, "SELECT 1")  # the process is warm
+    started = time.monotonic()
+    with pytest.raises(QueryError, match=r"stopped after 1 s|more than its 128 MiB"):
+        rows(session, query)
+    assert time.monotonic() - started < 2
+    assert rows(session, "SELECT 1 AS a") == [{"a": 1}], "the next query gets a new process"
+
+
+def test_memory_that_the_database_does_not_count_is_bounded_too(session: QuerySession) -> None:
+    with pytest.raises(QueryError, match="more than its 128 MiB"):
+        rows(session, "SELECT length(repeat('x', 3000000000))")
+
+
+def test_a_query_is_stopped_from_another_thread(session: QuerySession) -> None:
+    rows(session, "SELECT 1")
+    timer = threading.Timer(0.2, session.cancel)
+    timer.start()
+    with pytest.raises(QueryError, match=r"the query was stopped$"):
+        rows(session, RUNAWAY)
+    timer.join()
+    assert rows(session, "SELECT 1 AS a") == [{"a": 1}]
+
+
+def test_an_early_leaver_does_not_spoil_the_next_query(session: QuerySession) -> None:
+    with session.run("SELECT a.slot FROM tokens a, tokens b, tokens c") as reader:
+        assert reader.read_next_batch().num_rows > 0
+    assert rows(session, "SELECT 2 AS b") == [{"b": 2}]
+
+
+def test_a_session_sees_rows_that_come_later(tmp_path: Path) -> None:
+    def collect() -> None:
+        engine(tmp_path / "rings", requests=2, steps=10).close()
+        commit_rings(tmp_path)
+
+    collect()
+    query = "SELECT count(*) AS n FROM tokens"
+    with QuerySession(place_of(tmp_path)) as session:
+        assert rows(session, query) == [{"n": 20}]
+        collect()
+        assert rows(session, query) == [{"n": 40}]
+
+
+def test_a_long_line_s_error_is_placed_in_the_whole_line() -> None:
+    query = "SELECT " + ", ".join(f"{number} AS c{number}" for number in range(60)) + " FORM x"
+    with duckdb.connect() as connection, pytest.raises(duckdb.Error) as caught:
+        connection.execute(query)
+    place = error_place(str(caught.value), query)
+    assert place is not None
+    assert query[place.column - 1 :].startswith("FORM x")
+
+
+def test_a_refused_statement_is_named_without_a_lake() -> None:
+    with duckdb.connect() as connection, pytest.raises(QueryError, match="INSERT is refused"):
+        check_statement(connection, "INSERT INTO x VALUES (1)")
+
+
+def test_an_empty_query_says_what_to_write(home: Path) -> None:
+    result = CliRunner().invoke(app, ["sql", ""], env={"INFERLOOP_HOME": str(home)})
+    assert result.exit_code == 1
+    assert "there is no query: write one" in str(result.exception)
