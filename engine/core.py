@@ -254,11 +254,7 @@ class Engine:
         latency_us = ((now_ns - seats.last_ns[rows]) / 1000).astype(np.float32)
         if self._tracer is not None:
             self._tracer.step(step, seats, rows, batch, result, latency_us, facts)
-        self.metrics.step(
-            tokens=len(batch.token_ids),
-            generated=int(drawn.sum()),
-            latencies_s=latency_us[drawn & seats.started[rows]] / 1e6,
-        )
+        self.metrics.step(step, latency_us, drawn=drawn, gaps=drawn & seats.started[rows])
         seats.drew(rows[drawn], now_ns)
         tokens = result.token_ids.tolist()
         self.scheduler.commit(step, tokens)
@@ -288,7 +284,6 @@ class Engine:
             return
         if not request.first_token_ns:
             request.first_token_ns = now_ns
-            self.metrics.first_token((now_ns - request.arrival_ns) / 1e9)
         request.last_token_ns = now_ns
         event = handle.output.add(token, logprob, margin, result.top[row], now_ns)
         request.detokenized_ns = time.monotonic_ns()

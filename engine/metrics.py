@@ -6,15 +6,15 @@ come from the trace, not from these buckets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 
 from engine.handle import RequestHandle
+from engine.histogram import ArrayHistogram
 from engine.request import Request
+from engine.step import Step
 
 PROVIDER = "inferloop"
 
@@ -23,9 +23,11 @@ TTFT_BUCKETS = (
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 ITL_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
+    0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
+"""vLLM's, and finer ones below 10 ms for engines that take a few milliseconds a token."""
+
 REQUEST_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
@@ -40,39 +42,13 @@ OTEL_TTFT_BUCKETS = TTFT_BUCKETS[:16]
 OTEL_TPOT_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
 
-class ArrayHistogram(Collector):
-    """A histogram that takes a whole step's values in one call, whatever their number."""
-
-    def __init__(
-        self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]
-    ) -> None:
-        self._name, self._text, self._labels = name, text, labels
-        self._bounds = np.array(buckets)
-        self._counts = np.zeros(len(buckets) + 1, np.int64)
-        self._sum = 0.0
-
-    def observe(self, values: np.ndarray) -> None:
-        """Count `values`, a one-dimensional array in the metric's unit."""
-        places = np.searchsorted(self._bounds, values)
-        self._counts += np.bincount(places, minlength=len(self._counts))
-        self._sum += float(values.sum())
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The family in Prometheus' cumulative form."""
-        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
-        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        buckets = list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True))
-        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=self._sum)
-        yield family
-
-
 class EngineMetrics:
     """All metrics of one engine. Times are passed in seconds, KV use as a share 0..1."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.model_name = model_name
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self.labels = {"model_name": model_name, "engine": "0"}
         self._make_counters()
         self._make_histograms()
         self._make_otel()
@@ -96,22 +72,29 @@ class EngineMetrics:
         config = Gauge(
             "inferloop:cache_config_info",
             "The KV cache, as labels.",
-            [*self._labels, "block_size", "num_blocks"],
+            [*self.labels, "block_size", "num_blocks"],
             registry=self.registry,
         )
-        config.labels(**self._labels, block_size=block_size, num_blocks=num_blocks).set(1)
+        config.labels(**self.labels, block_size=block_size, num_blocks=num_blocks).set(1)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Publish a figure that another part keeps, read when scraped."""
         self._gauge(name, text).set_function(read)
 
-    def step(self, *, tokens: int, generated: int, latencies_s: np.ndarray) -> None:
-        """A step: tokens computed, tokens generated, and the gaps before the generated ones that
-        are not their request's first."""
-        self._iteration_tokens.observe(np.array([tokens]))
-        self._generation_tokens.inc(generated)
-        if len(latencies_s):
-            self._inter_token_latency.observe(latencies_s)
+    def step(
+        self, step: Step, latency_us: np.ndarray, *, drawn: np.ndarray, gaps: np.ndarray
+    ) -> None:
+        """A computed step. `latency_us` float [R]; `drawn` and `gaps` bool [R] say which rows drew
+        a token, and for which of them the latency is the gap since the previous one."""
+        self._iteration_tokens.observe(np.array([step.tokens]))
+        self._generation_tokens.inc(int(drawn.sum()))
+        rows = np.flatnonzero(gaps)
+        if len(rows):
+            gaps_s = latency_us[rows] / 1e6
+            self._inter_token_latency.observe(gaps_s)
+            slowest = int(gaps_s.argmax())
+            exemplar = _exemplar(step.requests[rows[slowest]])
+            self._inter_token_latency.exemplify(float(gaps_s[slowest]), exemplar)
 
     def admitted(self, request: Request) -> None:
         """A request's first admission; a recomputation after preemption is not counted again."""
@@ -121,27 +104,28 @@ class EngineMetrics:
         self._prompt_tokens_cached.inc(request.cached_tokens)
         self._queue_time.observe((request.admitted_ns - request.arrival_ns) / 1e9)
 
-    def first_token(self, ttft_s: float) -> None:
-        self._ttft.observe(ttft_s)
-
     def preempted(self) -> None:
         self._preemptions.inc()
 
     def rejected(self, reason: str) -> None:
-        self._rejections.labels(**self._labels, reason=reason).inc()
+        self._rejections.labels(**self.labels, reason=reason).inc()
 
     def ended(self, handle: RequestHandle) -> None:
-        """A request's end in the engine. Only complete answers count in the latencies."""
+        """A request's end in the engine. Only complete answers count in the latencies: a failed
+        request's time to its first token would praise the failure."""
         request, reason = handle.request, handle.end_reason
-        self._success.labels(**self._labels, finished_reason=reason).inc()
+        self._success.labels(**self.labels, finished_reason=reason).inc()
         self._request_prompt.observe(request.prompt_len)
         self._request_generation.observe(request.output_len)
         self._request_max_tokens.observe(request.params.max_tokens)
         if handle.error is not None or not request.first_token_ns:
             return
+        exemplar = _exemplar(request)
+        ttft_s = (request.first_token_ns - request.arrival_ns) / 1e9
+        self._ttft.observe(ttft_s, exemplar)
         prefill_s = (request.first_token_ns - request.admitted_ns) / 1e9
         decode_s = (request.last_token_ns - request.first_token_ns) / 1e9
-        self._e2e.observe((request.last_token_ns - request.arrival_ns) / 1e9)
+        self._e2e.observe(ttft_s + decode_s, exemplar)
         self._prefill_time.observe(prefill_s)
         self._decode_time.observe(decode_s)
         self._inference_time.observe(prefill_s + decode_s)
@@ -152,7 +136,7 @@ class EngineMetrics:
         """The feedback policy now in use ("" for none) and whether it adjusts priorities."""
         self._policy_reloads.inc()
         self._policy_info.clear()
-        self._policy_info.labels(**self._labels, policy_id=policy_id).set(1 if in_force else 0)
+        self._policy_info.labels(**self.labels, policy_id=policy_id).set(1 if in_force else 0)
 
     def served(
         self,
@@ -178,21 +162,21 @@ class EngineMetrics:
             self._otel_tpot.labels(**labels).observe((duration_s - ttft_s) / (tokens - 1))
 
     def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"inferloop:{name}", text, list(self._labels), registry=self.registry)
-        return counter.labels(**self._labels)
+        counter = Counter(f"inferloop:{name}", text, list(self.labels), registry=self.registry)
+        return counter.labels(**self.labels)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"inferloop:{name}", text, list(self._labels), registry=self.registry)
-        return gauge.labels(**self._labels)
+        gauge = Gauge(f"inferloop:{name}", text, list(self.labels), registry=self.registry)
+        return gauge.labels(**self.labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(
-            f"inferloop:{name}", text, list(self._labels), buckets=buckets, registry=self.registry
+            f"inferloop:{name}", text, list(self.labels), buckets=buckets, registry=self.registry
         )
-        return histogram.labels(**self._labels)
+        return histogram.labels(**self.labels)
 
     def _array_histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ArrayHistogram:
-        histogram = ArrayHistogram(f"inferloop:{name}", text, buckets, self._labels)
+        histogram = ArrayHistogram(f"inferloop:{name}", text, buckets, self.labels)
         self.registry.register(histogram)
         return histogram
 
@@ -205,7 +189,7 @@ class EngineMetrics:
         self._prompt_tokens_cached = counter("prompt_tokens_cached", "Those not recomputed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._policy_reloads = counter("policy_reloads", "Changes of the feedback policy.")
-        labels = list(self._labels)
+        labels = list(self.labels)
         self._success = Counter(
             "inferloop:request_success",
             "Ended requests by reason: stop, length, abort, error.",
@@ -283,3 +267,8 @@ class EngineMetrics:
             buckets=OTEL_TPOT_BUCKETS,
             registry=self.registry,
         )
+
+
+def _exemplar(request: Request) -> dict[str, str]:
+    """Names the request, a W3C trace id, beside a bucket it fell into."""
+    return {"request_id": request.request_id.hex()}

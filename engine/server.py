@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -25,7 +24,9 @@ from engine.chat_prompt import Template
 from engine.core import Engine
 from engine.errors import RequestError
 from engine.exchange import Endpoint, Exchange, Service
+from engine.exposition import render
 from engine.fingerprint import digest_of
+from engine.marks import Marks
 from engine.protocol import ChatBody, CompletionBody, parse_body
 from engine.replies import encode
 
@@ -71,6 +72,7 @@ def create_app(
     fingerprint: dict[str, Any],
     on_request_end: Callable[[dict[str, Any]], None] | None = None,
     is_mirrored: Callable[[str], bool] | None = None,
+    marks: Marks | None = None,
 ) -> FastAPI:
     """The application. It starts the engine with the server and drains it at shutdown.
 
@@ -78,6 +80,7 @@ def create_app(
     `on_request_end` gets every request that could be read, as the raw fields of
     `inferloop.traffic/1`, failed and cancelled ones included. `is_mirrored` says
     of a conversation id whether they will be kept, and alternatives are worth recording.
+    `marks` takes operators' marks; without it there is nowhere to put them.
     """
     service = Service(
         engine=engine,
@@ -98,6 +101,7 @@ def create_app(
     app = FastAPI(title="inferloop", lifespan=lifespan)
     _add_openai_routes(app, service)
     _add_operator_routes(app, service)
+    _add_marks_route(app, marks or Marks(None, from_anywhere=False))
     _add_error_handlers(app)
     return app
 
@@ -153,15 +157,32 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return Response(encode(body), 200 if status == "ok" else 503, media_type=JSON)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus metrics."""
-        data = generate_latest(engine.metrics.registry)
-        return Response(data, headers={"content-type": CONTENT_TYPE_LATEST})
+    async def metrics(http: Request) -> Response:
+        """Prometheus metrics; in OpenMetrics' format, when asked for, with exemplars."""
+        data, kind = render(engine.metrics.registry, http.headers.get("accept", ""))
+        return Response(data, headers={"content-type": kind})
 
     @app.get("/inferloop/build")
     async def build() -> dict[str, Any]:
         """What identifies this build: two servers with the same fingerprint answer alike."""
         return {"fingerprint": service.fingerprint, "components": service.components}
+
+
+def _add_marks_route(app: FastAPI, marks: Marks) -> None:
+    @app.post("/inferloop/marks")
+    async def mark(http: Request) -> Response:
+        """Set a mark in the trace: {"text": "deploy 7"}."""
+        try:
+            text = marks.take(
+                await _read_body(http),
+                client=http.client.host if http.client else None,
+                content_type=http.headers.get("content-type", ""),
+            )
+        except RequestError as error:
+            return _closing(Refusal(error))
+        except ClientDisconnect:
+            return Response(status_code=499)
+        return Response(encode({"text": text}), media_type=JSON)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
