@@ -95,6 +95,9 @@ class TrafficRecord(BaseModel):
     finish_reason: str | None = None
     error_type: str | None = None
     usage: Usage | None = None
+    tokens_counted_by: Literal["usage", "token_ids", "chunks"] | None = Field(
+        default=None, description="by the proxy: chunks may carry several tokens each"
+    )
     queue_ms: float | None = None
     ttft_ms: float | None = None
     duration_ms: float | None = None
