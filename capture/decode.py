@@ -51,9 +51,9 @@ class RequestFrame:
     request_id: str  # 32 hex digits
     slot: int
     arrival_ns: int
-    prompt_tokens: int
-    cached_tokens: int
-    max_tokens: int
+    prompt_tokens: int | None  # None: not known
+    cached_tokens: int | None
+    max_tokens: int | None
     priority: int
     adjustment: int
     tenant: str
@@ -261,6 +261,7 @@ def _request(time_ns: int, payload: memoryview, _: int) -> RequestFrame:
     for size in sizes:
         names.append(_text(payload, start, size))
         start += size
+    prompt, cached, limit = (None if n == NONE else n for n in (prompt, cached, limit))
     return RequestFrame(
         time_ns, identity.hex(), slot, arrival, prompt, cached, limit, priority, adjustment, *names
     )
