@@ -48,6 +48,9 @@ class Settings(BaseSettings):
     )
     collector_metrics_port: int | None = Field(default=None, ge=1, le=65535)
     collector_metrics_host: str = "127.0.0.1"
+    gpu_devices: str | None = Field(
+        default=None, description="devices to watch, as CUDA_VISIBLE_DEVICES; default: that, or all"
+    )
     mirror_share: float = Field(default=0.01, ge=0.0, le=1.0)
     mirror_key: SecretStr | None = Field(default=None, description="key of sampling and pseudonyms")
 

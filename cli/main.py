@@ -13,6 +13,7 @@ COMMANDS = (
     "serve",
     "collect",
     "sql",
+    "mark",
     "replay",
     "label",
     "gate",

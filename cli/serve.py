@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import resource
 import signal
 import socket
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from capture.frames import TraceWriter
     from capture.settings import Settings
     from engine.core import Engine
     from engine.metrics import EngineMetrics
     from engine.runner import LoadedModel
-    from engine.tracer import StepTracer
 
 UNSENT_S = 5
 """How long a shutdown waits for clients to take the last answers, after the engine has stopped."""
@@ -63,6 +64,7 @@ class _Options:
     policy: Path | None
     mirror_share: float | None
     trace: bool
+    marks_from_anywhere: bool
 
 
 @app.command()
@@ -101,6 +103,9 @@ def serve(
         typer.Option(help="share of conversations to mirror; default: INFERLOOP_MIRROR_SHARE"),
     ] = None,
     trace: Annotated[bool, typer.Option(help="write the trace ring")] = True,
+    marks_from_anywhere: Annotated[
+        bool, typer.Option(help="take `inferloop mark` from other machines, too")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's completions and chat completions, traced token by token.
 
@@ -114,6 +119,7 @@ def serve(
     options = _Options(
         model, served_model_name, weights, kernels, kv_block, kv_tokens, max_model_len, threads,
         max_running, token_budget, max_queue, max_queue_tokens, policy, mirror_share, trace,
+        marks_from_anywhere,
     )  # fmt: skip
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with ExitStack() as cleanup:
@@ -148,9 +154,11 @@ def _build(
     from engine.admission import QueueLimits
     from engine.core import Engine
     from engine.fingerprint import digest_of
+    from engine.marks import Marks
     from engine.metrics import EngineMetrics
     from engine.server import create_app
     from engine.step import Limits
+    from engine.tracer import StepTracer
 
     limits = Limits(options.max_running, options.token_budget)
     queue_limits = QueueLimits(options.max_queue, options.max_queue_tokens)
@@ -160,13 +168,17 @@ def _build(
     info = {"fingerprint": digest_of(components), "model": name, **components}
     metrics = EngineMetrics(name)
     on_request_end, is_mirrored = _mirror(options, settings, metrics, cleanup)
+    writer = _trace_writer(settings, cleanup) if options.trace else None
+    tracer = None if writer is None else StepTracer(writer)
+    if tracer is not None:
+        tracer.engine(info)
     engine = Engine(
         loaded.runner,
         loaded.tokenizer,
         limits=limits,
         queue_limits=queue_limits,
         metrics=metrics,
-        tracer=_tracer(settings, info, cleanup) if options.trace else None,
+        tracer=tracer,
         policy_path=options.policy or settings.policy_file,
     )
     application = create_app(
@@ -176,7 +188,9 @@ def _build(
         fingerprint=components,
         on_request_end=on_request_end,
         is_mirrored=is_mirrored,
+        marks=Marks(writer.mark if writer else None, from_anywhere=options.marks_from_anywhere),
     )
+    _telemetry(settings, writer, metrics, cleanup)
     return application, engine, f"{name} ({options.weights}, build {digest_of(components)[:12]})"
 
 
@@ -223,10 +237,9 @@ def _components(loaded: LoadedModel, options: _Options) -> dict[str, Any]:
     )
 
 
-def _tracer(settings: Settings, info: dict[str, Any], cleanup: ExitStack) -> StepTracer:
+def _trace_writer(settings: Settings, cleanup: ExitStack) -> TraceWriter:
     from capture.frames import TraceWriter
     from capture.ring import RingWriter
-    from engine.tracer import StepTracer
 
     waiting = list(settings.rings.glob("*.ring"))
     if len(waiting) >= MANY_RINGS:
@@ -241,9 +254,24 @@ def _tracer(settings: Settings, info: dict[str, Any], cleanup: ExitStack) -> Ste
         engine_id=engine_id,
     )
     cleanup.callback(ring.close)
-    tracer = StepTracer(TraceWriter(ring))
-    tracer.engine(info)
-    return tracer
+    return TraceWriter(ring)
+
+
+def _telemetry(
+    settings: Settings, writer: TraceWriter | None, metrics: EngineMetrics, cleanup: ExitStack
+) -> None:
+    """Watch the devices and the process's memory, for the trace and for /metrics."""
+    from capture.gpu_metrics import TelemetryCollector
+    from capture.gpu_monitor import GpuMonitor
+    from capture.gpu_telemetry import Telemetry
+    from engine.memory import MemoryProbe
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    monitor = GpuMonitor(visible if settings.gpu_devices is None else settings.gpu_devices)
+    telemetry = Telemetry(writer, monitor, MemoryProbe().read)
+    cleanup.callback(telemetry.close)
+    telemetry.start()
+    metrics.registry.register(TelemetryCollector(telemetry, metrics.labels))
 
 
 def _mirror(
