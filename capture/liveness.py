@@ -64,13 +64,13 @@ def liveness(process: ProcessIdentity, descriptor: int, *, closed: bool) -> Live
         return Liveness(False, "its process is gone: nobody holds the file's lock")
     running = process.running()
     if running:
-        return Liveness(True, f"process {process.pid} runs and holds the file's lock")
+        return Liveness(True, "running, holds the file's lock")
     if running is None:
         return Liveness(True, "the file's lock is held by a process that is not visible from here")
     if process.boot_id != boot_id():
         return Liveness(False, "written before this machine was started")
-    children = ", only children it forked hold the file's lock" if held else ""
-    return Liveness(False, f"process {process.pid} is gone{children}")
+    children = ": only children it forked hold the file's lock" if held else ""
+    return Liveness(False, f"its process is gone{children}")
 
 
 def boot_id() -> bytes:

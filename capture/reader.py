@@ -166,8 +166,13 @@ class RingReader:
         return self._counters[FRAMES], self._counters[TOKENS]
 
     @property
+    def written_bytes(self) -> int:
+        """Position of the next frame: bytes written so far, padding included."""
+        return self._ends()[0]
+
+    @property
     def lag_bytes(self) -> int:
-        return max(0, self._ends()[0] - self.cursor.position)
+        return max(0, self.written_bytes - self.cursor.position)
 
     def writer_alive(self) -> bool:
         """Whether the engine still writes; also true of one that is stopped or out of sight."""

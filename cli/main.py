@@ -12,6 +12,7 @@ COMMANDS = (
     "demo",
     "serve",
     "collect",
+    "ring",
     "sql",
     "mark",
     "replay",

@@ -1,0 +1,108 @@
+"""Finding a ring by what people type, and opening it: a live file, a copy, or a crash's archive.
+
+Archived rings (`.ring.zst`) are unpacked into a temporary file that is gone when they are closed.
+Not for following rings: that is `capture.reader`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from capture.errors import RingError, RingFormatError, RingIncompleteError
+from capture.reader import RingReader, discover
+from capture.ring import HEADER_BYTES, RingHeader
+
+ARCHIVE_SUFFIX = ".ring.zst"
+COPY_BYTES = 1 << 20
+
+
+def ring_files(ring_dir: Path, archive_dir: Path) -> list[Path]:
+    """The rings of a directory, oldest first, after the archived ones of crashed engines."""
+    return [*sorted(archive_dir.glob(f"*{ARCHIVE_SUFFIX}")), *discover(ring_dir)]
+
+
+def find_ring(which: str | None, ring_dir: Path, archive_dir: Path) -> Path:
+    """The ring meant by an engine id, its first characters, or a path; None: the only one alive.
+
+    Raises RingError that says which rings there are when there is none or more than one.
+    """
+    if which is not None and ("/" in which or Path(which).exists()):
+        return Path(which)
+    files = ring_files(ring_dir, archive_dir)
+    if which is None:
+        fitting = [path for path in discover(ring_dir) if _alive(path)] or discover(ring_dir)
+    else:
+        fitting = [path for path in files if path.name.startswith(which)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not files:
+        raise RingError(
+            f"there is no ring in {ring_dir}: engines put them there (`inferloop serve`); another "
+            "place is set with INFERLOOP_HOME or INFERLOOP_RING_DIR"
+        )
+    asked = "name one" if which is None else f"{which!r} fits {len(fitting)} of them"
+    names = ", ".join(path.name.partition(".")[0] for path in (fitting or files)[-5:])
+    raise RingError(f"{len(files)} rings in {ring_dir}: {asked}, for example {names}")
+
+
+@contextmanager
+def opened_ring(path: Path) -> Iterator[RingReader]:
+    """A reader of a ring or of an archived one. Raises RingError as `RingReader` does."""
+    if not path.name.endswith(".zst"):
+        reader = RingReader(path)
+        try:
+            yield reader
+        finally:
+            reader.close()
+        return
+    with tempfile.NamedTemporaryFile(prefix="inferloop-", suffix=".ring") as file:
+        _unpack(path, cast("BinaryIO", file))
+        reader = RingReader(Path(file.name))
+        reader.path = path
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def _unpack(path: Path, target: BinaryIO) -> None:
+    """Decompress an archived ring, never more than its own header says it holds."""
+    import zstandard
+
+    try:
+        with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as ring:
+            head = ring.read(HEADER_BYTES)
+            left = _promised_bytes(head, path) - len(head)
+            target.write(head)
+            while left and (data := ring.read(min(COPY_BYTES, left))):
+                target.write(data)
+                left -= len(data)
+    except zstandard.ZstdError as error:
+        raise RingFormatError(f"{path} is no archived ring: {error}") from error
+    except OSError as error:
+        raise RingError(f"cannot unpack the ring {path}: {error.strerror}") from error
+    if left:
+        raise RingIncompleteError(f"{path} was cut: {left} bytes of the ring are missing in it")
+    target.flush()
+
+
+def _promised_bytes(head: bytes, path: Path) -> int:
+    """Size of the ring whose first bytes these are."""
+    capacity = int.from_bytes(head[24:32], "little")
+    RingHeader.unpack(head, path, HEADER_BYTES + capacity)
+    return HEADER_BYTES + capacity
+
+
+def _alive(path: Path) -> bool:
+    try:
+        reader = RingReader(path)
+    except RingError:
+        return False
+    try:
+        return reader.writer_alive()
+    finally:
+        reader.close()
