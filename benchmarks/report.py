@@ -42,9 +42,12 @@ def commit() -> str:
     """The checked-out commit, "+changes" appended when the tree differs from it."""
 
     def git(*arguments: str) -> str:
-        result = subprocess.run(
-            ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-        )
+        try:
+            result = subprocess.run(
+                ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:  # a machine that was lent for the measurement may have no git
+            return ""
         return result.stdout.strip()
 
     revision = git("rev-parse", "--short=12", "HEAD") or "unknown"
