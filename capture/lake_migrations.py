@@ -37,7 +37,7 @@ STEPS: dict[int, tuple[str, ...]] = {
         "class_key VARCHAR, position_bucket INTEGER NOT NULL, latency_bin SMALLINT NOT NULL, "
         "tokens BIGINT NOT NULL)",
         "CREATE TABLE rollup_marks (engine_id UUID NOT NULL, step_id BIGINT NOT NULL, "
-        "rolled_at TIMESTAMP NOT NULL)",
+        "emitted_from TIMESTAMP, rolled_at TIMESTAMP NOT NULL)",
     ),
 }
 """What turns a lake of the version before into the version that is the key."""

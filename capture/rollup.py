@@ -7,7 +7,7 @@ reading the histograms: that is the macro `latency_overview`.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ ALL_STEPS = (1 << 63) - 1
 """As `before_step`: the engine has ended, everything it wrote is in the lake."""
 BINS_PER_OCTAVE = 16
 POSITION_BUCKET = 16
+STEPS_OVERLAP_S = 60
+"""More than a step can ever end before one that began earlier."""
 RELATIVE_ERROR = 2 ** (1 / (2 * BINS_PER_OCTAVE)) - 1
 """Of a latency read back as the geometric middle of its bin: at most 2.2 %."""
 
@@ -33,8 +35,20 @@ lost has no arrival and is in no cell."""
 _NEW = f"""
 {CELLS}
 WHERE t.engine_id = $engine::UUID AND r.engine_id = $engine::UUID AND NOT t.is_first
-    AND t.step_id >= $mark AND t.step_id < $before
+    AND t.step_id >= $mark AND t.step_id < $before AND t.emitted_at >= $since
 GROUP BY ALL ORDER BY minute, r.class_key, position_bucket, latency_bin
+"""
+_MARK = """
+SELECT coalesce(max(step_id), 0),
+    coalesce(max(emitted_from), (SELECT min(arrived_at) FROM requests WHERE engine_id = $engine::UUID),
+        TIMESTAMP '1970-01-01')
+FROM rollup_marks WHERE engine_id = $engine::UUID
+"""
+_SET_MARK = f"""
+INSERT INTO rollup_marks SELECT $engine::UUID, $before,
+    greatest($since, max(emitted_at) - INTERVAL {STEPS_OVERLAP_S} SECOND), now()::TIMESTAMP
+FROM tokens
+WHERE engine_id = $engine::UUID AND step_id >= $mark AND step_id < $before AND emitted_at >= $since
 """
 
 
@@ -49,14 +63,13 @@ def roll_up(connection: duckdb.DuckDBPyConnection, engine_id: UUID | str, before
     engine = str(engine_id)
     connection.execute("BEGIN")
     try:
-        mark = _mark(connection, engine)
+        mark, since = connection.execute(_MARK, {"engine": engine}).fetchone() or (0, None)
         if before_step <= mark:
             connection.execute("ROLLBACK")
             return 0
-        tokens = _add_cells(connection, engine, mark, before_step)
-        connection.execute(
-            "INSERT INTO rollup_marks VALUES (?::UUID, ?, now()::TIMESTAMP)", [engine, before_step]
-        )
+        values = {"engine": engine, "mark": mark, "before": before_step, "since": since}
+        tokens = _add_cells(connection, values)
+        connection.execute(_SET_MARK, values)
         connection.execute("COMMIT")
     except BaseException:
         import duckdb
@@ -67,14 +80,7 @@ def roll_up(connection: duckdb.DuckDBPyConnection, engine_id: UUID | str, before
     return tokens
 
 
-def _mark(connection: duckdb.DuckDBPyConnection, engine: str) -> int:
-    query = "SELECT coalesce(max(step_id), 0) FROM rollup_marks WHERE engine_id = ?::UUID"
-    row = connection.execute(query, [engine]).fetchone()
-    return int(row[0]) if row is not None else 0
-
-
-def _add_cells(connection: duckdb.DuckDBPyConnection, engine: str, mark: int, before: int) -> int:
-    values = {"engine": engine, "mark": mark, "before": before}
+def _add_cells(connection: duckdb.DuckDBPyConnection, values: dict[str, Any]) -> int:
     cells = connection.execute(_NEW, values).to_arrow_table()
     if not cells.num_rows:
         return 0

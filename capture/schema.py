@@ -269,6 +269,7 @@ ROLLUP_MARKS = Table(
     (
         ENGINE_ID,
         Column("step_id", "BIGINT NOT NULL", "tokens of steps before this one are in it"),
+        Column("emitted_from", "TIMESTAMP", "no token of later steps was emitted before this"),
         Column("rolled_at", "TIMESTAMP NOT NULL", "when"),
     ),
     "SELECT engine_id, max(step_id) AS before_step FROM rollup_marks GROUP BY engine_id",

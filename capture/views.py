@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
+from capture.overview import LATENCY_OVERVIEW
 from capture.schema import TABLES, Column, View
 from capture.why import WHY
 
@@ -131,7 +132,7 @@ FROM cells, shape ORDER BY time_bin, position_bin
     parameters="from_ts, to_ts, time_bins, position_bins, quantile",
 )
 
-VIEWS = (REQUEST_LATENCY, TOKEN_GAPS, SLOW_TOKENS, LATENCY_HEATMAP, WHY)
+VIEWS = (REQUEST_LATENCY, TOKEN_GAPS, SLOW_TOKENS, LATENCY_HEATMAP, LATENCY_OVERVIEW, WHY)
 
 
 def definitions_digest() -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -82,7 +84,8 @@ def test_bins_are_sixteenths_of_an_octave_and_zero_has_its_own(
     latencies = [0, 1, 2, 1023, 1024, 1070, 1 << 40]
     for step, latency_us in enumerate(latencies, start=1):
         lake.execute(
-            "INSERT INTO tokens VALUES (?, 0, ?, ?, 1, false, '2026-03-01', ?, NULL, NULL, 1)",
+            "INSERT INTO tokens "
+            "VALUES (?, 0, ?, ?, 1, false, '2026-03-01 12:01', ?, NULL, NULL, 1)",
             [ENGINE, step, step, latency_us],
         )
     assert roll_up(lake, ENGINE, ALL_STEPS) == len(latencies)
@@ -168,21 +171,26 @@ def test_killed_at_any_moment_it_counts_each_token_once(
     add_steps(lake, ENGINE, range(steps))
     lake.close()
 
-    def work() -> None:
+    def work(ready: int) -> None:
         with open_lake(place, read_only=False) as connection:
             for before in range(1, steps):
                 roll_up(connection, ENGINE, before)
+                os.write(ready, b".")
 
     chance = random.Random(3)
     counted = []
     for _ in range(4):
-        pid = forked(work)
-        time.sleep(0.8 + 0.4 * chance.random())
+        reading, writing = os.pipe()
+        pid = forked(partial(work, writing))
+        os.read(reading, 1)
+        time.sleep(0.3 * chance.random())
         kill(pid)
+        os.close(reading)
+        os.close(writing)
         with open_lake(place) as reader:
             counted.append(rolled(reader))
     assert counted == sorted(counted)
-    assert counted[-1] > 0, "some of it was done"
+    assert 0 < counted[-1] < 20 * (steps - 1), "killed in the middle"
     with open_lake(place, read_only=False) as last:
         roll_up(last, ENGINE, ALL_STEPS)
         check_exact(last)
