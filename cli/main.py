@@ -11,6 +11,7 @@ import typer
 COMMANDS = (
     "demo",
     "serve",
+    "proxy",
     "collect",
     "ring",
     "sql",

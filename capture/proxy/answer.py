@@ -1,0 +1,202 @@
+"""What an upstream answered: text, tokens and their count, out of events or one JSON document.
+
+Understands OpenAI's shapes and what vLLM, SGLang, llama.cpp and our engine add to them. Tolerant
+of everything else. Not for times (`capture.proxy.observation`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pydantic_core
+
+Counted = Literal["usage", "token_ids", "chunks"]
+
+GENERATED = (
+    "content", "text", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call",
+)  # fmt: skip
+"""Where an event carries what the model wrote; `content` and `text` are the answer's text."""
+
+NO_TOKEN = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event brought for one choice: `tokens` new ones; the lists are as long, or empty
+    where ids or log-probabilities are not known."""
+
+    choice: int
+    tokens: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Answer:
+    """An answer as far as it came.
+
+    `text`, `token_ids` and `logprobs` are those of choice 0, kept only with `keeps_text` and up to
+    `limit_bytes` (`truncated`: there was more). `tokens` are those counted piece by piece.
+    """
+
+    def __init__(self, *, keeps_text: bool, limit_bytes: int) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.prompt_token_ids: list[int] | None = None
+        self.usage: dict[str, int] | None = None
+        self.model = ""
+        self.fingerprint: str | None = None
+        self.finish_reason: str | None = None
+        self.error_type: str | None = None
+        self.done = self.truncated = False
+        self.tokens = self.unreadable = 0
+        self._keeps_text, self._room = keeps_text, limit_bytes
+        self._every_token_has_id = True
+        self._usage_runs: bool | None = None
+
+    @property
+    def counted_by(self) -> Counted:
+        """Where `output_tokens` comes from."""
+        if self.usage is not None:
+            return "usage"
+        return "token_ids" if self._every_token_has_id else "chunks"
+
+    @property
+    def output_tokens(self) -> int:
+        return self.tokens if self.usage is None else self.usage["completion_tokens"]
+
+    def read_event(self, data: bytes) -> list[Piece]:
+        """Take an event of the stream in; what it brought, per choice."""
+        if data.strip() == b"[DONE]":
+            self.done = True
+            return []
+        return self._read(data, "delta", cut=False)
+
+    def read_document(self, body: bytes, *, cut: bool = False) -> None:
+        """Take an answer in that came in one piece; `cut`: its end is missing."""
+        self._read(body, "message", cut=cut)
+        self.done, self.truncated = not cut, self.truncated or cut
+
+    def _read(self, data: bytes, inner: str, *, cut: bool) -> list[Piece]:
+        try:
+            event = pydantic_core.from_json(
+                data, allow_partial="trailing-strings" if cut else False
+            )
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            self.unreadable += 1
+            return []
+        if event.get("error"):
+            self.error_type = _error_type(event["error"])
+        self._read_common(event)
+        pieces = (self._read_choice(choice, inner) for choice in _dicts(event.get("choices")))
+        return [piece for piece in pieces if piece is not None]
+
+    def _read_common(self, event: dict[str, Any]) -> None:
+        model, fingerprint = event.get("model"), event.get("system_fingerprint")
+        self.model = model if isinstance(model, str) and model else self.model
+        self.fingerprint = fingerprint if isinstance(fingerprint, str) else self.fingerprint
+        self.prompt_token_ids = _integers(event.get("prompt_token_ids")) or self.prompt_token_ids
+        self._new_usage = _usage(event.get("usage"))
+        self.usage = self._new_usage or self.usage
+
+    def _read_choice(self, choice: dict[str, Any], inner: str) -> Piece | None:
+        place = choice.get("index")
+        index = place if isinstance(place, int) else 0
+        reason = choice.get("finish_reason")
+        if isinstance(reason, str) and (index == 0 or self.finish_reason is None):
+            self.finish_reason = reason
+        part = choice.get(inner)
+        delta = part if isinstance(part, dict) else choice
+        ids, logprobs = _integers(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
+        self.prompt_token_ids = _integers(choice.get("prompt_token_ids")) or self.prompt_token_ids
+        tokens = self._count(ids, logprobs, delta, finished=isinstance(reason, str))
+        if index == 0 and self._keeps_text:
+            self._keep(delta, ids or [], logprobs)
+        if not tokens:
+            return None
+        self.tokens += tokens
+        ids = ids if ids is not None and len(ids) == tokens else []
+        return Piece(index, tokens, ids, logprobs if len(logprobs) == tokens else [])
+
+    def _count(
+        self,
+        ids: list[int] | None,
+        logprobs: list[float],
+        delta: dict[str, Any],
+        *,
+        finished: bool,
+    ) -> int:
+        """Tokens in a choice's part of an event: by ids, by log-probabilities, by a usage that
+        runs along (vLLM's continuous_usage_stats), else one for any content."""
+        if ids is not None:
+            return len(ids)
+        if logprobs:
+            return len(logprobs)
+        has_content = any(delta.get(name) for name in GENERATED)
+        if has_content and self._usage_runs is None:
+            self._usage_runs = self._new_usage is not None and not finished
+        if self._usage_runs and self._new_usage is not None:
+            return max(0, self._new_usage["completion_tokens"] - self.tokens)
+        self._every_token_has_id &= not has_content
+        return int(has_content)
+
+    def _keep(self, delta: dict[str, Any], ids: list[int], logprobs: list[float]) -> None:
+        text = next((delta[n] for n in ("content", "text") if isinstance(delta.get(n), str)), "")
+        self._room -= len(text) + 8 * (len(ids) + len(logprobs))
+        if self._room < 0:
+            self.truncated = True
+            return
+        self.text.append(text)
+        self.token_ids += ids
+        self.logprobs += logprobs
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _integers(value: object) -> list[int] | None:
+    """A list of token ids; None for anything else."""
+    if not isinstance(value, list):
+        return None
+    return value if all(type(item) is int and 0 <= item < NO_TOKEN for item in value) else None
+
+
+def _logprobs(value: object) -> list[float]:
+    """The chosen tokens' log-probabilities of a chat's or a completion's choice."""
+    if not isinstance(value, dict):
+        return []
+    if isinstance(value.get("content"), list):
+        found: Any = [item.get("logprob") for item in _dicts(value["content"])]
+    else:
+        found = value.get("token_logprobs")
+    if not isinstance(found, list):
+        return []
+    return [float(x) if isinstance(x, (int, float)) else math.nan for x in found]
+
+
+def _usage(value: object) -> dict[str, int] | None:
+    if not isinstance(value, dict):
+        return None
+    details = value.get("prompt_tokens_details")
+    counts = {
+        "prompt_tokens": value.get("prompt_tokens"),
+        "completion_tokens": value.get("completion_tokens", 0),
+        "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else 0,
+    }
+    counts = {name: 0 if count is None else count for name, count in counts.items()}
+    fits = all(type(count) is int and 0 <= count < NO_TOKEN for count in counts.values())
+    return counts if fits else None
+
+
+def _error_type(error: object) -> str:
+    """A short name of an error object; its message may hold what the client wrote."""
+    if isinstance(error, dict):
+        for name in ("code", "type"):
+            if isinstance(error.get(name), (str, int)):
+                return str(error[name])[:64]
+    return "error"

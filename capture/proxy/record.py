@@ -1,0 +1,74 @@
+"""A captured request as one line of `inferloop.traffic/1`.
+
+What the server resolved and did not say is filled with the API's defaults; `sampling_set` tells
+what the client set. Not for redaction: the mirror does that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from capture.proxy.outcome import Verdict
+from capture.traffic import SCHEMA
+
+if TYPE_CHECKING:
+    from capture.proxy.observation import Observation
+
+API_DEFAULTS = {"temperature": 1.0, "top_p": 1.0}
+
+
+def traffic_record(seen: Observation, verdict: Verdict) -> dict[str, Any]:
+    """The fields of `capture.traffic.TrafficRecord`."""
+    question, answer, caller, time = seen.question, seen.answer, seen.caller, seen.time
+    limit = {"max_tokens": max(1, answer.output_tokens)}
+    return {
+        "schema": SCHEMA,
+        "request_id": caller.request_id,
+        "conversation_id": caller.conversation_id,
+        "arrival": time.arrival.isoformat(timespec="microseconds"),
+        "arrival_ns": time.arrival_ns,
+        "endpoint": "/v1/chat/completions" if seen.chat else "/v1/completions",
+        "stream": question.stream,
+        "tenant": caller.tenant,
+        "route": caller.route,
+        "class_key": class_key(seen),
+        "priority": caller.priority,
+        "model": question.model or answer.model,
+        "messages": question.messages,
+        "prompt": question.prompt,
+        "prompt_token_ids": question.prompt_token_ids or answer.prompt_token_ids,
+        "sampling": API_DEFAULTS | limit | question.sampling,
+        "sampling_set": list(question.sampling),
+        "status": verdict.status,
+        "error_type": verdict.error_type,
+        "ttft_ms": (time.first_ns - time.arrival_ns) / 1e6 if time.first_ns else None,
+        "duration_ms": (time.end_ns - time.arrival_ns) / 1e6,
+        **_answered(seen),
+        "chunks": time.chunks,
+        "fingerprint": answer.fingerprint,
+        "client": caller.client,
+        "headers": caller.headers,
+        "original_bytes": seen.request_bytes,
+        "truncated": seen.is_cut or answer.truncated,
+    }
+
+
+def class_key(seen: Observation) -> str:
+    """The class that feedback applies to: tenant/route/template."""
+    return f"{seen.caller.tenant}/{seen.caller.route}/{seen.question.template}"
+
+
+def _answered(seen: Observation) -> dict[str, Any]:
+    """The fields about the output, as far as it got."""
+    answer = seen.answer
+    if not answer.text and answer.usage is None and not answer.tokens:
+        return {}
+    whole = len(answer.token_ids) == answer.output_tokens and not answer.truncated
+    return {
+        "output_text": "".join(answer.text),
+        "output_token_ids": answer.token_ids if whole else None,
+        "logprobs": answer.logprobs if len(answer.logprobs) == answer.output_tokens else None,
+        "finish_reason": answer.finish_reason,
+        "usage": answer.usage,
+        "tokens_counted_by": answer.counted_by,
+    }

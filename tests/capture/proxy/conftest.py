@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.capture.proxy.nasty import Nasty, answer_hello
+from tests.capture.proxy.processes import ProxyProcess, wait_for
+
+
+@pytest.fixture(scope="session")
+def shared_upstream() -> Iterator[Nasty]:
+    server = Nasty()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def shared_proxy(
+    shared_upstream: Nasty, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProxyProcess]:
+    process = ProxyProcess(shared_upstream.url, tmp_path_factory.mktemp("home"), "--timeout-s", "3")
+    wait_for(lambda: shared_upstream.seen)  # it has asked for the models
+    yield process
+    assert process.stop() == 0
+
+
+@pytest.fixture
+def upstream(shared_upstream: Nasty, shared_proxy: ProxyProcess) -> Nasty:
+    shared_upstream.script = answer_hello
+    shared_upstream.seen.clear()
+    return shared_upstream
+
+
+@pytest.fixture
+def proxy(shared_proxy: ProxyProcess) -> ProxyProcess:
+    assert shared_proxy.process.poll() is None
+    return shared_proxy

@@ -1,0 +1,120 @@
+"""`inferloop proxy` as a process, and what it has captured so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from capture.decode import Frame, StepFrame, decode
+from capture.reader import RingReader
+
+
+class ProxyProcess:
+    """A running proxy with a home of its own."""
+
+    def __init__(self, upstream: str, home: Path, *options: str) -> None:
+        self.home = home
+        self.rings = home / "rings"
+        environment = os.environ | {
+            "INFERLOOP_HOME": str(home),
+            "INFERLOOP_RING_DIR": str(self.rings),
+            "INFERLOOP_RING_MIB": "8",
+        }
+        command = [
+            *(sys.executable, "-m", "cli", "proxy", "--upstream", upstream),
+            *("--port", "0", "--mirror", "1", *options),
+        ]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], 30)
+        line = self.process.stdout.readline() if readable else ""
+        assert "proxying" in line, self.process.communicate(timeout=10)
+        self.port = int(line.rsplit(":", 1)[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+    def rss_mib(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) / 1024
+
+    def records(self) -> list[dict[str, Any]]:
+        files = sorted((self.home / "traffic").glob("traffic-*.jsonl*"))
+        return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+
+    def record(self, conversation: str) -> dict[str, Any]:
+        """The traffic record of a conversation, once it is there."""
+
+        def found() -> dict[str, Any] | None:
+            return next((r for r in self.records() if r["conversation_id"] == conversation), None)
+
+        return wait_for(found)
+
+    def frames(self) -> list[Frame]:
+        """All frames in the ring so far."""
+        (path,) = self.rings.glob("*.ring")
+        frames: list[Frame] = []
+        with closing(RingReader(path)) as reader:
+            while True:
+                batch = reader.read(1 << 20)
+                if not len(batch):
+                    return frames
+                frames += [decode(batch, index) for index in range(len(batch))]
+
+    def of_request(self, request_id: str, kind: type[Any]) -> list[Any]:
+        """The frames of one type that are about a request, once its FINISH is there."""
+        slot = next(f.slot for f in self.frames() if getattr(f, "request_id", "") == request_id)
+        return [f for f in self.frames() if isinstance(f, kind) and f.slot == slot]
+
+    def rows_of(self, request_id: str) -> list[dict[str, Any]]:
+        """The rows of a request in all steps."""
+        frames = self.frames()
+        slot = next(f.slot for f in frames if getattr(f, "request_id", "") == request_id)
+        found = []
+        for frame in frames:
+            if isinstance(frame, StepFrame):
+                for index, of_row in enumerate(frame.rows["slot"].tolist()):
+                    if of_row == slot:
+                        row = {name: column[index].item() for name, column in frame.rows.items()}
+                        found.append(row | {"step_id": frame.step["step_id"]})
+        return found
+
+
+def wait_for(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """The first truthy value of `look`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = look()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{look} found nothing"
+        time.sleep(0.01)
+
+
+def raw(port: int, request: bytes) -> bytes:
+    """Send bytes, return what comes until the peer closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(request)
+        parts = []
+        while data := connection.recv(65536):
+            parts.append(data)
+        return b"".join(parts)
