@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from capture.decode import (
 )
 from capture.errors import FrameError
 from capture.frames import FrameType, Phase
+from capture.liveness import boot_id
 from capture.reader import Cursor, FrameBatch, Gap
 from capture.ring import RingHeader
 from capture.schema import TABLES, Column, Table
@@ -66,12 +68,18 @@ def rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 class RingRows:
-    """Rows of one ring that wait for their commit."""
+    """Rows of one ring that wait for their commit: `tokens`, and `others` of all other kinds.
+
+    `last_step`: the largest step id among all rows so far, -1: none; its step may go on.
+    """
 
     def __init__(self, header: RingHeader) -> None:
         self.header = header
         self.engine_id = str(header.engine_id)
         self.tokens = 0
+        self.others = 0
+        self.last_step = -1
+        self._same_boot = header.boot_id == boot_id()
         self._steps: list[Columns] = []
         self._tokens: list[Columns] = []
         self._chunks: list[Columns] = []
@@ -81,7 +89,7 @@ class RingRows:
         return bool(self._steps or self._tokens or self._chunks or self._rows)
 
     def clear(self) -> None:
-        self.tokens = 0
+        self.tokens = self.others = 0
         self._steps, self._tokens, self._chunks, self._rows = [], [], [], {}
 
     def wall(self, time_ns: int) -> np.datetime64 | None:
@@ -90,6 +98,16 @@ class RingRows:
             return None
         wall_ns = self.header.anchor_wall_ns + (time_ns - self.header.anchor_monotonic_ns)
         return np.datetime64(wall_ns // 1000, "us")
+
+    def now(self) -> np.datetime64:
+        """The time by the ring's clock, which no step of the wall clock moves: what the collector
+        notes is never earlier than what the engine wrote before."""
+        here = self.wall(time.monotonic_ns()) if self._same_boot else None
+        return (
+            here
+            if here is not None
+            else np.datetime64(datetime.now(UTC).replace(tzinfo=None), "us")
+        )
 
     def add(self, batch: FrameBatch) -> None:
         """Take the frames of a batch in."""
@@ -113,7 +131,7 @@ class RingRows:
         self.add_loss("overwritten", gap.first_sequence, gap.frames, gap.tokens, None)
 
     def add_loss(self, kind: str, sequence: int, frames: int, tokens: int, why: str | None) -> None:
-        row = (self.header.epoch, _now(), kind, int(sequence), int(frames), int(tokens), why)
+        row = (self.header.epoch, self.now(), kind, int(sequence), int(frames), int(tokens), why)
         self.add_row("losses", *row)
 
     def add_row(self, table: str, *values: Any) -> None:
@@ -124,6 +142,7 @@ class RingRows:
         for column, value in zip(SQL_TABLES[table].columns[1:], values, strict=True):
             _check_value(table, column, value)
         self._rows.setdefault(table, []).append(values)
+        self.others += 1
 
     def add_cursor(self, cursor: Cursor, *, finished: bool) -> None:
         self.add_row(
@@ -137,7 +156,7 @@ class RingRows:
             cursor.torn_frames,
             cursor.corrupt_frames,
             finished,
-            _now(),
+            self.now(),
         )
 
     def has(self, table: str) -> bool:
@@ -145,7 +164,7 @@ class RingRows:
 
     def add_end(self, kind: str, detail: str) -> None:
         """The engine's own end, as an event."""
-        self.add_row("events", _now(), kind, None, None, detail, None)
+        self.add_row("events", self.now(), kind, None, None, detail, None)
 
     def insert(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Write all rows inside the caller's transaction; they stay here until `clear`."""
@@ -207,6 +226,7 @@ class RingRows:
             }
         )
         self.tokens += len(latency_us)
+        self.last_step = max(self.last_step, int(steps["step_id"].max()))
         if not is_token.all():
             chunks = ~is_token
             self._chunks.append(
@@ -395,7 +415,3 @@ def _encodes(text: str) -> bool:
 
 def _as_text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
-
-
-def _now() -> np.datetime64:
-    return np.datetime64(datetime.now(UTC).replace(tzinfo=None), "us")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from capture.errors import LakeError, LakeMissingError, LakeVersionError, first_line
+from capture.lake_check import refuse_files_without_catalog
 from capture.lake_migrations import migrate, refuse_newer, stored_version
 from capture.schema import SCHEMA_VERSION
 from capture.settings import Settings
@@ -97,6 +98,7 @@ def open_lake(
         if read_only:
             check_version(connection, place)
             return connection
+        refuse_files_without_catalog(connection, place)
         _check_wal(connection, place)
         if migrate(connection, place.described):
             # Inserting after a lake's option was set through the same attachment crashes DuckLake.
@@ -226,9 +228,11 @@ def prepare_place(place: LakePlace) -> None:
     """
     file = place.catalog_file
     try:
+        if file is not None and file.exists():
+            return  # and no new directory either: a lost one must be noticed
         if "://" not in place.data:
             Path(place.data).mkdir(parents=True, exist_ok=True)
-        if file is None or file.exists():
+        if file is None:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         catalog = sqlite3.connect(file, timeout=WRITER_BUSY_MS / 1000)

@@ -1,13 +1,19 @@
-"""Keeping the lake's files few: merges small ones, forgets old snapshots, deletes what they held.
+"""Keeping the lake's files few and its disk free: merges, forgets, deletes, within the limits.
 
 Runs in the collector while it has nothing to do, in pieces small enough that no ring fills up.
+Which rows have to go is decided in `capture.retention`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from capture.errors import first_line
+from capture.lake import LakePlace
+from capture.retention import Limits, Retention, disk_use
 
 if TYPE_CHECKING:
     import duckdb
@@ -18,28 +24,95 @@ MERGE_COMMITS = 20
 MERGE_FILES = 20
 SMALL_FILE_BYTES = 16 << 20
 EXPIRE_S = 60.0
-SNAPSHOT_MINUTES = 10  # longer than any reader's query
+GRACE_S = 600.0  # longer than any reader's query
+RETENTION_S = 10.0
+HURRIED_GRACE_S = 10.0  # when the byte limit is near: a reader's longer query may fail
+PRUNE_S = 300.0
+ORPHANS_S = 3600.0
+ORPHAN_AGE_S = 3600.0  # a file that a commit is just writing is no orphan
+
+# The dashboard dates a loss by the last commit before it, so that commit's cursor stays.
+_PRUNE = """
+DELETE FROM ingest_cursor WHERE (engine_id, epoch, position) NOT IN (
+    SELECT (engine_id, epoch, max(position)) FROM ingest_cursor GROUP BY engine_id, epoch
+) AND (engine_id, committed_at) NOT IN (
+    SELECT (c.engine_id, c.committed_at) FROM losses AS l ASOF JOIN ingest_cursor AS c
+        ON c.engine_id = l.engine_id AND c.committed_at < l.noticed_at
+    WHERE l.kind <> 'retention'
+)
+"""
 
 
 class Upkeep:
-    """Due after some commits (merging) or some time (expiry). Failures wait for the next time."""
+    """One piece of work at each call, the first that is due. Failures wait for the next time."""
 
-    def __init__(self) -> None:
-        self.commits = 0
-        self._expired_s = time.monotonic()
+    def __init__(self, place: LakePlace, limits: Limits) -> None:
+        self.commits = 0  # since the last merge
+        self.runs = 0
+        self.failures = 0
+        self.lake_bytes = 0
+        self.retention = Retention(place, limits)
+        self._place = place
+        now = time.monotonic()
+        self._due_s: dict[Callable[[duckdb.DuckDBPyConnection], None], float] = {
+            self._prune: now + PRUNE_S,
+            self._expire: now + EXPIRE_S,
+            self._orphans: now + ORPHANS_S,
+        }
+        if limits:
+            self._due_s = {self._retain: now, **self._due_s}
 
-    def run_if_due(self, connection: duckdb.DuckDBPyConnection) -> None:
+    def run_if_due(self, connection: duckdb.DuckDBPyConnection, *, calm: bool) -> bool:
+        """Do what is due; whether there was anything. Not `calm`: only what cannot wait."""
         import duckdb
 
+        work = self._next(calm)
+        if work is None:
+            return False
+        self.runs += 1
         try:
-            if self.commits >= MERGE_COMMITS:
-                self.commits = 0
-                merge(connection)
-            elif time.monotonic() - self._expired_s >= EXPIRE_S:
-                self._expired_s = time.monotonic()
-                expire(connection, SNAPSHOT_MINUTES)
+            work(connection)
         except duckdb.Error as error:
-            log.warning("upkeep of the lake put off: %s", str(error).split("\n")[0])
+            self.failures += 1
+            log.warning("upkeep of the lake put off: %s", first_line(error))
+        return True
+
+    def _next(self, calm: bool) -> Callable[[duckdb.DuckDBPyConnection], None] | None:
+        now = time.monotonic()
+        for work, due_s in self._due_s.items():
+            if now >= due_s and (calm or self.retention.in_a_hurry(self.lake_bytes)):
+                return work
+        if calm and self.commits >= MERGE_COMMITS:
+            return self._merge
+        return None
+
+    def _merge(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self.commits = 0
+        merge(connection)
+
+    def _retain(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._due_s[self._retain] = time.monotonic() + RETENTION_S
+        self.lake_bytes = disk_use(self._place, connection)
+        if self.retention.run(connection, self.lake_bytes):
+            self._due_s[self._retain] = 0.0
+        if self.retention.in_a_hurry(self.lake_bytes):
+            expire(connection, HURRIED_GRACE_S, 0.0)
+            self.lake_bytes = disk_use(self._place, connection)
+
+    def _expire(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._due_s[self._expire] = time.monotonic() + EXPIRE_S
+        expire(connection, GRACE_S, GRACE_S)
+        self.lake_bytes = disk_use(self._place, connection)
+
+    def _prune(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._due_s[self._prune] = time.monotonic() + PRUNE_S
+        connection.execute(_PRUNE)
+
+    def _orphans(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._due_s[self._orphans] = time.monotonic() + ORPHANS_S
+        deleted = delete_orphans(connection, ORPHAN_AGE_S)
+        if deleted:
+            log.info("deleted %d files of commits that never came to their end", deleted)
 
 
 def merge(connection: duckdb.DuckDBPyConnection) -> None:
@@ -50,8 +123,22 @@ def merge(connection: duckdb.DuckDBPyConnection) -> None:
     ).fetchall()
 
 
-def expire(connection: duckdb.DuckDBPyConnection, minutes: int) -> None:
-    """Forget snapshots older than `minutes`, and delete the files only they held a while later."""
-    before = f"now() - INTERVAL {minutes} MINUTE"
-    for function in ("ducklake_expire_snapshots", "ducklake_cleanup_old_files"):
-        connection.execute(f"SELECT count(*) FROM {function}('lake', older_than => {before})")
+def expire(connection: duckdb.DuckDBPyConnection, snapshots_s: float, files_s: float) -> None:
+    """Forget snapshots older than `snapshots_s` seconds, and delete the files that only forgotten
+    ones need `files_s` seconds after that. A query that still reads such a file fails."""
+    _maintain(connection, "ducklake_expire_snapshots", snapshots_s)
+    _maintain(connection, "ducklake_cleanup_old_files", files_s)
+
+
+def delete_orphans(connection: duckdb.DuckDBPyConnection, age_s: float) -> int:
+    """Delete files in the lake's directory that its catalog does not know and that are older than
+    `age_s` seconds: leftovers of a collector that was killed while it wrote. Returns how many."""
+    return _maintain(connection, "ducklake_delete_orphaned_files", age_s)
+
+
+def _maintain(connection: duckdb.DuckDBPyConnection, function: str, age_s: float) -> int:
+    before = f"now() - to_microseconds({round(age_s * 1e6)})"
+    query = f"SELECT count(*) FROM {function}('lake', older_than => {before})"
+    # A result that nobody fetches is a function that never came to its end.
+    (count,) = connection.execute(query).fetchall()[0]
+    return int(count)

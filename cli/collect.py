@@ -8,10 +8,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from capture.systemd import notify
 from cli.main import app
 
 if TYPE_CHECKING:
@@ -28,48 +31,99 @@ def collect(
         bool, typer.Option("--once", help="Read what the rings hold now, commit it and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Serve /metrics (Prometheus) and /health on 127.0.0.1:PORT."
+        ),
+    ] = None,
 ) -> None:
     """Follow the engines' trace rings and commit every token to the trace lake.
 
     Runs until Ctrl-C or SIGTERM, then drains. Engines may start, stop and
-    crash meanwhile; a crash leaves a report in <home>/crashes.
+    crash meanwhile; a crash leaves a report and the ring in <home>/crashes.
     Where rings and lake are: INFERLOOP_HOME, INFERLOOP_RING_DIR,
     INFERLOOP_LAKE_CATALOG, INFERLOOP_LAKE_DATA.
+    How long rows are kept: INFERLOOP_RETENTION_DAYS, INFERLOOP_LAKE_MAX_GIB.
 
-    Example:  inferloop collect
+    Example:  inferloop collect --metrics-port 9464
     """
     from rich.console import Console
-    from rich.logging import RichHandler
 
     from capture.collector import Collector
     from capture.lake import LakePlace
+    from capture.retention import Limits
     from capture.settings import Settings
 
     console = Console(stderr=True, soft_wrap=True)
+    _log_to(console, quiet)
+    settings = Settings()
+    place = LakePlace.from_settings(settings)
+    limit = settings.lake_max_gib
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    progress = Progress(console, quiet=quiet)
+    watchers = [progress.show, _supervision(stop)]
+
+    def started() -> None:
+        notify("READY=1")
+        if not quiet:
+            console.print(f"collecting from {settings.rings} into {place.described}")
+
+    def told(status: Status) -> None:
+        for watch in watchers:
+            watch(status)
+
+    with ExitStack() as stack:
+        port = metrics_port or settings.collector_metrics_port
+        if port is not None:
+            watchers.append(_serve_metrics(stack, settings.collector_metrics_host, port))
+        collector = Collector(
+            place,
+            ring_dir=settings.rings,
+            crash_dir=settings.home / "crashes",
+            stop=stop,
+            on_status=told,
+            on_start=started,
+            limits=Limits(settings.retention_days, None if limit is None else int(limit * 2**30)),
+        )
+        with progress:
+            status = collector.run(once=once)
+    if not quiet:
+        console.print(f"stopped: {described(status)}")
+
+
+def _log_to(console: Console, quiet: bool) -> None:
+    from rich.logging import RichHandler
+
     logging.basicConfig(
         level=logging.WARNING if quiet else logging.INFO,
         format="%(message)s" if console.is_terminal else "%(asctime)s %(levelname)s %(message)s",
         handlers=[RichHandler(console=console, show_path=False)] if console.is_terminal else None,
     )
-    settings = Settings()
-    place = LakePlace.from_settings(settings)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    progress = Progress(console, quiet=quiet)
-    collector = Collector(
-        place,
-        ring_dir=settings.rings,
-        crash_dir=settings.home / "crashes",
-        stop=stop,
-        on_status=progress.show,
-    )
-    if not quiet:
-        console.print(f"collecting from {settings.rings} into {place.described}")
-    with progress:
-        status = collector.run(once=once)
-    if not quiet:
-        console.print(f"stopped: {described(status)}")
+
+
+def _serve_metrics(stack: ExitStack, host: str, port: int) -> Callable[[Status], None]:
+    """Serve metrics until the stack unwinds; what to tell each status to."""
+    from capture.collector_metrics import CollectorMetrics, MetricsServer
+
+    metrics = CollectorMetrics()
+    stack.callback(MetricsServer(metrics, host, port).close)
+    return metrics.watch
+
+
+def _supervision(stop: threading.Event) -> Callable[[Status], None]:
+    """Tell systemd, if it asked, that the collector lives, what it does and that it stops."""
+    stopping: list[bool] = []
+
+    def tell(status: Status) -> None:
+        if stop.is_set() and not stopping:
+            stopping.append(True)
+            notify("STOPPING=1")
+        notify("WATCHDOG=1", f"STATUS={described(status)}")
+
+    return tell
 
 
 class Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import duckdb
 import pytest
+import zstandard
 
-from capture import collector as collector_module
+from capture import lake_writer, roster
 from capture.collector import Collector
 from capture.errors import CollectorError
 from capture.follower import Status
@@ -205,7 +207,7 @@ def test_a_ring_cut_under_the_collector_does_not_stop_the_others(
 def test_more_rings_than_are_followed_at_once(
     place: LakePlace, rings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector_module, "MAX_RINGS", 2)
+    monkeypatch.setattr(roster, "OPEN_STALE_RINGS", 2)
     for _ in range(5):
         engine(rings, requests=1, steps=2, capacity=MIN_CAPACITY).close()
     collect_once(place, rings)
@@ -224,7 +226,22 @@ def test_a_crash_report_that_cannot_be_written_does_not_keep_the_rows(
     assert "no report" in str(detail)
 
 
-def test_a_dead_engine_is_drained_and_reported(place: LakePlace, rings: Path) -> None:
+def assert_iso_times(value: object) -> None:
+    """Every time in a crash report is written in the same way."""
+    if isinstance(value, list):
+        for item in value:
+            assert_iso_times(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            assert not name.endswith("_ns")
+            if name == "at" or name.endswith("_at"):
+                assert item is None or re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{6}Z", item)
+            assert_iso_times(item)
+
+
+def test_a_dead_engine_is_drained_and_reported(
+    place: LakePlace, rings: Path, tmp_path: Path
+) -> None:
     ids: dict[str, str] = {}
 
     def work() -> None:
@@ -234,6 +251,7 @@ def test_a_dead_engine_is_drained_and_reported(place: LakePlace, rings: Path) ->
             write_request(trace, slot, request_id=bytes([slot]) * 16)
         write_step(trace, 5, 2, slot=2)
         trace.event(kind="degraded", request_id=None, slot=None, detail="no blocks")
+        trace.memory(index=0, values=[9e9, 8e9, 7e9, 7e9, 1e8, math.nan], unavailable="why")
         ring.begin(1000)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -247,9 +265,25 @@ def test_a_dead_engine_is_drained_and_reported(place: LakePlace, rings: Path) ->
     ids["open"] = ",".join(request["request_id"][:2] for request in report["open_step"])
     ids["waiting"] = ",".join(request["request_id"][:2] for request in report["waiting"])
     assert ids == {"open": "02,03", "waiting": "04"}
-    assert report["memory"] == {"kv_used": 10, "kv_total": 100}
-    assert report["frames"]["torn"] == 1
+    assert [request["kv_blocks"] for request in report["open_step"]] == [1, 1]
+    assert (report["memory"]["kv_used"], report["memory"]["kv_total"]) == (10, 100)
+    assert report["memory"]["process"][0]["allocated_bytes"] == 7e9
+    assert report["committed"]["frames_torn"] == 1
+    assert report["committed"]["tokens"] == report["committed"]["tokens_written"] == 12
     assert report["last_events"][0]["kind"] == "degraded"
+    frames = report["last_frames"]
+    assert [frame["type"] for frame in frames[-3:]] == ["STEP", "EVENT", "MEMORY"]
+    assert [frame["sequence"] for frame in frames] == list(range(16))
+    assert frames[-3]["step_id"] == 5
+    assert frames[-1]["fragmentation"] is None
+    assert_iso_times(report)
+    assert report["died_after"] == frames[-1]["at"] < report["noticed_at"]
+    kept = zstandard.ZstdDecompressor().decompress(
+        (tmp_path / "crashes" / f"{report['engine_id']}.ring.zst").read_bytes()
+    )
+    copy = tmp_path / "copy.ring"
+    copy.write_bytes(kept)
+    assert RingReader(copy).written == (16, 12)
     assert rows(place, "SELECT kind, frames FROM losses") == [("torn", 1)]
     assert rows(place, "SELECT count(*) FROM tokens") == [(12,)]
 
@@ -293,7 +327,7 @@ def test_a_lost_answer_to_a_commit_is_not_repeated(
     """The commit went through, the connection died before saying so."""
     ring = engine(rings, requests=2, steps=5)
     subject = collector(place, rings)
-    real = subject._transaction
+    real = subject._lake._transaction
     failures = iter([True])
 
     def failing(followers: list[object], *, finished: bool) -> None:
@@ -301,7 +335,7 @@ def test_a_lost_answer_to_a_commit_is_not_repeated(
         if next(failures, False):
             raise duckdb.IOException("connection lost")
 
-    monkeypatch.setattr(subject, "_transaction", failing)
+    monkeypatch.setattr(subject._lake, "_transaction", failing)
     subject.run(once=True)
     assert rows(place, "SELECT count(*) FROM tokens") == [(10,)]
     ring.close()
@@ -391,7 +425,7 @@ def test_told_to_stop_while_the_lake_is_locked_it_says_where_the_rest_is(
     place: LakePlace, rings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("capture.lake.WRITER_BUSY_MS", 50)
-    monkeypatch.setattr(collector_module, "STOP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(lake_writer, "STOP_PATIENCE_S", 0.1)
     collect_once(place, rings)
     ring = engine(rings, requests=2, steps=5)
     stop = threading.Event()

@@ -1,0 +1,78 @@
+"""When the collector adds committed tokens to the rollup, and how often it tries again.
+
+Not for the rollup itself: that is `capture.rollup`. A failure here never stops a commit: readers
+take what is not yet rolled up from the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from capture.errors import first_line
+from capture.follower import Follower, Status
+from capture.rollup import ALL_STEPS, roll_up
+
+if TYPE_CHECKING:
+    import duckdb
+
+log = logging.getLogger("inferloop.collector")
+
+ROLLUP_S = 60.0
+ROLLUP_TOKENS = 2_000_000
+RETRY_S = 10.0
+
+# Engines whose end came while the rollup failed, or before there was one.
+_UNROLLED = f"""
+SELECT engine_id::VARCHAR FROM ingest_cursor WHERE finished
+EXCEPT SELECT engine_id::VARCHAR FROM rollup_marks WHERE step_id = {ALL_STEPS}
+"""
+
+
+class RollupSchedule:
+    """Rolls up one engine at each call: those that run now and then, those that ended once."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._ended: list[str] | None = None
+        self._not_before_s = 0.0
+
+    def ended(self, follower: Follower) -> None:
+        """An engine's last rows are in the lake."""
+        if self._ended is not None:
+            self._ended.append(follower.rows.engine_id)
+
+    def run_if_due(self, connection: duckdb.DuckDBPyConnection, followers: list[Follower]) -> bool:
+        """Roll up one engine that is due; whether there was one."""
+        now = time.monotonic()
+        if now < self._not_before_s:
+            return False
+        import duckdb
+
+        try:
+            if self._ended is None:
+                self._ended = [row[0] for row in connection.execute(_UNROLLED).fetchall()]
+            if self._ended:
+                self._status.rolled_tokens += roll_up(connection, self._ended[-1], ALL_STEPS)
+                self._ended.pop()
+                return True
+            for follower in followers:
+                if _is_due(follower, now):
+                    self._roll(connection, follower)
+                    return True
+        except duckdb.Error as error:
+            self._not_before_s = now + RETRY_S
+            log.warning("the rollup is put off: %s", first_line(error))
+        return False
+
+    def _roll(self, connection: duckdb.DuckDBPyConnection, follower: Follower) -> None:
+        rows = follower.rows
+        self._status.rolled_tokens += roll_up(connection, rows.engine_id, rows.last_step)
+        follower.unrolled_tokens = 0
+        follower.rolled_s = time.monotonic()
+
+
+def _is_due(follower: Follower, now: float) -> bool:
+    waited = now - follower.rolled_s >= ROLLUP_S
+    return follower.unrolled_tokens >= (1 if waited else ROLLUP_TOKENS)
