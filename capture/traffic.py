@@ -11,6 +11,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+CONTENT: dict[str, Any] = {"x-pii": "content"}
+"""What a person wrote or was answered. Redaction finds patterns, so it may still name people."""
+TEXT: dict[str, Any] = CONTENT | {"x-limit": "1 MiB by default; cut beyond, `truncated` says so"}
+PSEUDONYM: dict[str, Any] = {"x-pii": "pseudonym"}
+IDENTIFIER: dict[str, Any] = {"x-pii": "identifier"}
+MS: dict[str, Any] = {"x-unit": "ms"}
+TOKENS: dict[str, Any] = {"x-unit": "tokens"}
+NATS: dict[str, Any] = {"x-unit": "nats"}
+BYTES: dict[str, Any] = {"x-unit": "bytes"}
+
 SCHEMA: Literal["inferloop.traffic/1"] = "inferloop.traffic/1"
 
 
@@ -19,12 +29,12 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1, json_schema_extra=TOKENS)
     temperature: float = Field(ge=0, allow_inf_nan=False)
     top_p: float = Field(gt=0, le=1)
     top_k: int = Field(default=0, ge=0, description="0: no limit")
     seed: int | None = None
-    stop: list[str] = []
+    stop: list[str] = Field(default=[], json_schema_extra=CONTENT)
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
 
@@ -34,8 +44,8 @@ class Chunk(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    at_ms: float
-    tokens: int
+    at_ms: float = Field(json_schema_extra=MS)
+    tokens: int = Field(json_schema_extra=TOKENS)
 
 
 class TopAlternatives(BaseModel):
@@ -44,16 +54,16 @@ class TopAlternatives(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     position: int = Field(ge=0, description="index in the output")
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: list[int] = Field(json_schema_extra=CONTENT)
+    logprobs: list[float] = Field(json_schema_extra=NATS)
 
 
 class Usage(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    prompt_tokens: int = Field(ge=0)
-    completion_tokens: int = Field(ge=0)
-    cached_tokens: int = Field(default=0, ge=0)
+    prompt_tokens: int = Field(ge=0, json_schema_extra=TOKENS)
+    completion_tokens: int = Field(ge=0, json_schema_extra=TOKENS)
+    cached_tokens: int = Field(default=0, ge=0, json_schema_extra=TOKENS)
 
 
 class TrafficRecord(BaseModel):
@@ -70,26 +80,33 @@ class TrafficRecord(BaseModel):
 
     schema_: Literal["inferloop.traffic/1"] = Field(default=SCHEMA, alias="schema")
     request_id: str = Field(pattern=r"^[0-9a-f]{32}$", description="W3C trace id")
-    conversation_id: str
-    arrival: str = Field(description="UTC, ISO 8601 with microseconds")
-    arrival_ns: int = Field(ge=-(2**63), lt=2**63, description="the engine host's monotonic clock")
+    conversation_id: str = Field(json_schema_extra=IDENTIFIER)
+    arrival: str = Field(
+        description="UTC, ISO 8601 with microseconds", json_schema_extra={"format": "date-time"}
+    )
+    arrival_ns: int = Field(
+        ge=-(2**63),
+        lt=2**63,
+        description="the engine host's monotonic clock",
+        json_schema_extra={"x-unit": "ns"},
+    )
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     stream: bool = False
-    tenant: str
+    tenant: str = Field(json_schema_extra=IDENTIFIER)
     route: str
     class_key: str
     priority: int = Field(default=50, ge=0, le=100)
     model: str
-    messages: list[dict[str, Any]] | None = None
-    prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
-    rendered_prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, json_schema_extra=TEXT)
+    prompt: str | None = Field(default=None, json_schema_extra=TEXT)
+    prompt_token_ids: list[int] | None = Field(default=None, json_schema_extra=CONTENT)
+    rendered_prompt: str | None = Field(default=None, json_schema_extra=TEXT)
     sampling: Sampling
     sampling_set: list[str] | None = None
-    output_text: str | None = None
-    output_token_ids: list[int] | None = None
-    logprobs: list[float | None] | None = None
-    margins: list[float | None] | None = None
+    output_text: str | None = Field(default=None, json_schema_extra=TEXT)
+    output_token_ids: list[int] | None = Field(default=None, json_schema_extra=CONTENT)
+    logprobs: list[float | None] | None = Field(default=None, json_schema_extra=NATS)
+    margins: list[float | None] | None = Field(default=None, json_schema_extra=NATS)
     top: list[TopAlternatives] = []
     status: int = 200
     finish_reason: str | None = None
@@ -98,16 +115,20 @@ class TrafficRecord(BaseModel):
     tokens_counted_by: Literal["usage", "token_ids", "chunks"] | None = Field(
         default=None, description="by the proxy: chunks may carry several tokens each"
     )
-    queue_ms: float | None = None
-    ttft_ms: float | None = None
-    duration_ms: float | None = None
+    queue_ms: float | None = Field(default=None, json_schema_extra=MS)
+    ttft_ms: float | None = Field(default=None, json_schema_extra=MS)
+    duration_ms: float | None = Field(default=None, json_schema_extra=MS)
     chunks: list[Chunk] = []
     fingerprint: str | None = None
-    client: str | None = Field(default=None, description="address; a keyed pseudonym once written")
+    client: str | None = Field(
+        default=None,
+        description="address; a keyed pseudonym once written",
+        json_schema_extra=PSEUDONYM,
+    )
     client_key_id: str | None = None
-    headers: dict[str, str] = {}
+    headers: dict[str, str] = Field(default={}, json_schema_extra=IDENTIFIER)
     original_bytes: int | None = Field(
-        default=None, description="size of the body before truncation"
+        default=None, description="size of the body before truncation", json_schema_extra=BYTES
     )
     truncated: bool = False
     redactions: dict[str, int] = {}

@@ -1,0 +1,83 @@
+"""Reading traffic files as bytes, line by line: finished, compressed, or still being written.
+
+Not for what a line means: that is `capture.traffic`; not for writing them: `capture.mirror`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from capture.errors import CaptureError
+
+PATTERNS = ("*.jsonl", "*.jsonl.part", "*.jsonl.zst")
+
+
+class TrafficFileError(CaptureError):
+    """A traffic file is not there or cannot be read."""
+
+
+def traffic_files(path: Path) -> list[Path]:
+    """The file itself, or the traffic files of a directory in the order of their names.
+
+    Raises TrafficFileError when there is none.
+    """
+    if path.is_dir():
+        found = [file for pattern in PATTERNS for file in path.glob(pattern) if not file.is_dir()]
+        if not found:
+            raise TrafficFileError(
+                f"{path} holds no traffic ({', '.join(PATTERNS)}): serve with `--mirror-share 1` "
+                "first"
+            )
+        return sorted(found)
+    if not path.exists():
+        raise TrafficFileError(
+            f"there is no traffic at {path}: name a traffic file or a directory of them, or serve "
+            "with `--mirror-share 1` first"
+        )
+    return [path]
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number (from 1) and bytes, line end included, of every line; without a byte order mark.
+
+    Raises TrafficFileError.
+    """
+    import zstandard
+
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    except OSError as error:
+        raise TrafficFileError(f"cannot read {path}: {error.strerror or error}") from error
+    except zstandard.ZstdError as error:
+        raise TrafficFileError(f"cannot decompress {path}: {error}") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    """The file's lines, also when the mirror has finished (renamed) it since it was listed."""
+    for candidate in (path, *_later_names(path)):
+        try:
+            file = candidate.open("rb")
+        except FileNotFoundError:
+            continue
+        return _decompressed(file) if candidate.suffix == ".zst" else file
+    raise FileNotFoundError(2, "No such file or directory")
+
+
+def _later_names(path: Path) -> list[Path]:
+    if path.suffix == ".part":
+        finished = path.with_suffix("")
+        return [finished, finished.with_name(f"{finished.name}.zst")]
+    return [path.with_name(f"{path.name}.zst")] if path.suffix == ".jsonl" else []
+
+
+def _decompressed(file: BinaryIO) -> BinaryIO:
+    import zstandard
+
+    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    return cast("BinaryIO", io.BufferedReader(cast("io.RawIOBase", reader), 1 << 20))
