@@ -75,7 +75,8 @@ def losses(cursor: DuckDBPyConnection, start: datetime, end: datetime) -> list[L
         SELECT coalesce(c.committed_at, l.noticed_at), l.noticed_at, l.tokens, l.kind
         FROM losses AS l ASOF LEFT JOIN ingest_cursor AS c
             ON c.engine_id = l.engine_id AND c.committed_at < l.noticed_at
-        WHERE l.noticed_at >= ? AND l.noticed_at < ? ORDER BY l.noticed_at
+        WHERE l.noticed_at >= ? AND l.noticed_at < ? AND l.kind <> 'retention'
+        ORDER BY l.noticed_at
         """,
         [_naive(start), _naive(end)],
     ).fetchall()
