@@ -128,7 +128,9 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:
         if inner.validator != "type" or inner.path:
             yield from _problems(inner)
             return
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
+    where = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path
+    )
     yield where.removeprefix("."), _reason(error)
 
 
