@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 GRACE_S = 0.5
-START_S = 20.0
+START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,12 @@ class QuerySession:
 
         try:
             self._ask({"sql": sql, "rows": rows, "timeout_s": watchdog.timeout_s})
-            reusable = True  # should it refuse, it waits for the next query
             self._expect("result", watchdog)
-            reusable = False
             stream = pa.ipc.open_stream(self._process.stdout)
             yield pa.RecordBatchReader.from_batches(stream.schema, batches())
+        except QueryError:
+            reusable = True  # it refused, and waits for the next query
+            raise
         finally:
             watchdog.cancel()
             if not reusable or watchdog.fired:
@@ -157,6 +158,8 @@ class QuerySession:
         process.wait()
         if self._cancelled:
             return QueryError("the query was stopped")
+        if watchdog.fired and not self._opened:
+            return QueryError(f"the query process did not start within {START_S:g} s")
         if watchdog.fired:
             return QueryError(
                 f"the query was stopped after {watchdog.timeout_s:g} s: narrow it (a time range, "

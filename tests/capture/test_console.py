@@ -1,0 +1,262 @@
+"""The SQL shell, watching a query, and output formats, as their users see them."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from capture.console.commands import COMMANDS
+from capture.console.completion import SqlCompleter, Vocabulary, read_vocabulary
+from capture.console.output import Format, write
+from capture.console.shell import Shell, is_complete
+from capture.query import QuerySession
+from tests.capture.lakes import commit_rings, place_of
+from tests.capture.rings import engine
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    engine(home / "rings", requests=5, steps=40).close()
+    commit_rings(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def session(home: Path) -> Iterator[QuerySession]:
+    with QuerySession(place_of(home)) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def words(session: QuerySession) -> Vocabulary:
+    return read_vocabulary(session)
+
+
+class Screen:
+    """A shell and what it has shown."""
+
+    def __init__(self, session: QuerySession, rows: int = 100) -> None:
+        self._out = io.BytesIO()
+        self.shell = Shell(session, rows=rows, out=self._out)
+
+    def shown(self, *inputs: str) -> list[str]:
+        self._out.seek(0)
+        self._out.truncate()
+        for text in inputs:
+            self.shell.execute(text)
+        return self._out.getvalue().decode().splitlines()
+
+
+def offered(words: Vocabulary, text: str) -> list[str]:
+    completer = SqlCompleter(words, COMMANDS)
+    return [found.text for found in completer.get_completions(Document(text), CompleteEvent())]
+
+
+def written(table: pa.Table, form: Format, rows: int = 0) -> str:
+    stream = io.BytesIO()
+    write(table.to_reader(), form, stream, rows=rows)
+    return stream.getvalue().decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"),
+    [
+        ("SELECT 1", False),
+        ("SELECT 1;", True),
+        ("SELECT 1; -- the end", True),
+        ("SELECT ';", False),
+        ("SELECT 'it''s;' ;", True),
+        ("SELECT 1 /* ;", False),
+        ("SELECT 1 -- ;", False),
+        ('SELECT "a;', False),
+        (".tables", True),
+        ("", True),
+    ],
+)
+def test_a_statement_is_complete_at_its_semicolon(text: str, complete: bool) -> None:
+    assert is_complete(text) is complete
+
+
+def test_a_query_shows_its_rows_and_the_cut(session: QuerySession) -> None:
+    screen = Screen(session, rows=3)
+    lines = screen.shown("SELECT slot FROM tokens ORDER BY slot;")
+    assert [line.strip() for line in lines[:4]] == ["slot", "0", "0", "0"]
+    assert lines[4].startswith("first 3 rows")
+
+
+def test_an_error_is_a_line_below_a_caret_and_the_shell_goes_on(session: QuerySession) -> None:
+    screen = Screen(session)
+    lines = screen.shown("SELECT slot,\n  nothing FROM tokens;")
+    assert lines == [
+        "    nothing FROM tokens;",
+        "    ^",
+        'error: Referenced column "nothing" not found in FROM clause! (line 2, column 3)',
+    ]
+    assert "refused" in screen.shown("DROP TABLE tokens;")[-1]
+    assert screen.shown("SELECT 42 AS answer;")[-1].strip() == "42"
+
+
+def test_dot_commands(session: QuerySession, tmp_path: Path) -> None:
+    screen = Screen(session)
+    tables = screen.shown(".tables")
+    assert any(line.startswith("tokens ") for line in tables)
+    assert any(line.startswith("slow_tokens(wanted) ") for line in tables)
+    assert any("latency_us" in line and "BIGINT" in line for line in screen.shown(".schema tokens"))
+    assert "there is no table" in screen.shown(".schema nothing")[0]
+    assert ".mode takes table" in screen.shown(".mode xml")[0]
+    assert "there is no command .x" in screen.shown(".x")[0]
+    assert screen.shown(".mode line", "SELECT 1 AS a, 'x' AS long;") == ["   a = 1", "long = x"]
+    assert screen.shown(".mode json", "SELECT true AS a;") == ['{"a": true}']
+    assert re.fullmatch(r"1 rows in \d+\.\d+ s", screen.shown(".timer on", "SELECT 1;")[-1])
+    target = tmp_path / "tokens.parquet"
+    assert screen.shown(f".output {target}", "FROM tokens;")[0].startswith("200 rows written to")
+    assert pq.read_table(target).num_rows == 200
+    assert screen.shown(".timer off", ".output", "SELECT 1 AS a;")[0].strip() == "a"
+    assert all(name in "\n".join(screen.shown(".help")) for name in COMMANDS)
+    with pytest.raises(EOFError):
+        screen.shown(".quit")
+
+
+def test_names_are_completed_where_they_can_stand(words: Vocabulary) -> None:
+    assert "tokens" in offered(words, "SELECT count(*) FROM tok")
+    assert "slow_tokens(" in offered(words, "FROM slow")
+    assert "latency_us" not in offered(words, "FROM lat")
+    assert "latency_us" in offered(words, "SELECT tokens.lat")
+    assert "SELECT" in offered(words, "SEL")
+    assert "select" in offered(words, "sel")
+    assert "quantile_cont" in offered(words, "SELECT quantile_c")
+    assert ".tables" in offered(words, ".t")
+    assert "requests" in offered(words, ".schema req")
+    assert offered(words, "SELECT 'x' ") == []
+
+
+def test_columns_of_an_alias_are_completed(words: Vocabulary) -> None:
+    text = "SELECT t.pos FROM tokens AS t"
+    document = Document(text, cursor_position=len("SELECT t.pos"))
+    found = SqlCompleter(words, COMMANDS).get_completions(document, CompleteEvent())
+    assert [completion.text for completion in found] == ["position"]
+
+
+TABLE = pa.table(
+    [pa.array([1]), pa.array([True]), pa.array([2]), pa.array([[1, None]]), pa.array(["a|b\nc"])],
+    names=["a", "b", "a", "a_2", "text"],
+)
+
+
+def test_equal_column_names_are_told_apart_where_they_must(tmp_path: Path) -> None:
+    assert json.loads(written(TABLE, Format.json)) == {
+        "a": 1,
+        "b": True,
+        "a_3": 2,
+        "a_2": [1, None],
+        "text": "a|b\nc",
+    }
+    (row,) = csv.DictReader(io.StringIO(written(TABLE, Format.csv)))
+    assert row == {"a": "1", "b": "true", "a_3": "2", "a_2": "[1, null]", "text": "a|b\nc"}
+    with (tmp_path / "x.parquet").open("wb") as file:
+        write(TABLE.to_reader(), Format.parquet, file)
+    assert pq.read_table(tmp_path / "x.parquet").column_names == ["a", "b", "a_3", "a_2", "text"]
+    assert written(TABLE.select([0, 1]), Format.table).split() == ["a", "b", "1", "true"]
+
+
+def test_markdown_keeps_its_table_whatever_the_text() -> None:
+    assert written(TABLE, Format.markdown).splitlines() == [
+        "| a | b | a | a_2 | text |",
+        "| ---: | --- | ---: | --- | --- |",
+        "| 1 | true | 2 | [1, None] | a\\|b<br>c |",
+    ]
+
+
+def command(home: Path, *arguments: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cli", "sql", *arguments],
+        env={**os.environ, "INFERLOOP_HOME": str(home)},
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_watching_without_a_terminal_prints_each_result_with_its_time(home: Path) -> None:
+    watched = command(
+        home, "--watch", "0.1", "SELECT 7 AS seven", "-f", "csv", stdout=subprocess.PIPE
+    )
+    assert watched.stdout is not None
+    lines = [watched.stdout.readline().rstrip() for _ in range(8)]
+    watched.send_signal(signal.SIGINT)
+    assert watched.wait(20) == 0
+    for start in (0, 4):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  every 0.1 s", lines[start])
+        assert lines[start + 1 : start + 4] == ["seven", "7", ""]
+
+
+def test_without_a_terminal_the_query_is_read_from_standard_input(home: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = command(home, "-f", "csv", **pipes)
+    assert process.communicate("SELECT 5 AS five") == ("five\n5\n", "")
+
+
+class Terminal:
+    """`inferloop sql` on a terminal of its own, as a person uses it."""
+
+    def __init__(self, home: Path) -> None:
+        self.pid, self._handle = pty.fork()
+        if self.pid == 0:
+            os.environ.update(INFERLOOP_HOME=str(home), TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1")
+            os.execv(sys.executable, [sys.executable, "-m", "cli", "sql"])
+        fcntl.ioctl(self._handle, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        self._seen = b""
+
+    def type(self, keys: str) -> None:
+        os.write(self._handle, keys.encode())
+
+    def wait_for(self, pattern: str) -> None:
+        """Until the screen has shown `pattern` since the last time."""
+        deadline = time.monotonic() + 60
+        while not (found := re.search(pattern.encode(), self._seen, re.DOTALL)):
+            assert time.monotonic() < deadline, self._seen[-2000:]
+            if select.select([self._handle], [], [], 1.0)[0]:
+                self._seen += os.read(self._handle, 65536)
+        self._seen = self._seen[found.end() :]
+
+
+def test_the_shell_on_a_terminal(home: Path) -> None:
+    terminal = Terminal(home)
+    terminal.wait_for("read-only")
+    terminal.wait_for("inferloop>")
+    terminal.type("SELECT 1234 * 56\rAS answer;\r")
+    terminal.wait_for("69104")
+    terminal.type("SELECT sum(a.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e;\r")
+    terminal.wait_for(r"\x1b\[\?2004l")  # it left the line: the query runs
+    time.sleep(0.3)
+    terminal.type("\x03")
+    terminal.wait_for("stopped")
+    terminal.type("SELECT 1234 * 57 AS next;\r")
+    terminal.wait_for("70338")
+    terminal.type("\x04")
+    _, status = os.waitpid(terminal.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    history = home / "sql_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert "+AS answer;" in history.read_text()
