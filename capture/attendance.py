@@ -54,6 +54,10 @@ class Attendance:
         self._reported_s = float("-inf")
         self._made = self._said = False
 
+    def is_own(self, name: str, pid: int) -> bool:
+        """Whether a known reader is this one."""
+        return (name, pid) == (self._name, self._identity.pid)
+
     def report(self, cursor: Cursor, lag_bytes: int) -> None:
         """Say where the reader stands; written once a second at most, never raises OSError."""
         now = time.monotonic()

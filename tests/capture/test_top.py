@@ -1,0 +1,235 @@
+"""`inferloop top` on rings alone: engines come and go, a fast one is sampled, Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from capture.attendance import Attendance, attending, remove_ring
+from capture.frames import TraceWriter
+from capture.reader import RingReader, discover
+from capture.watch import Watch
+from cli.main import app, load_commands
+from tests.capture.rings import MIB, engine, forked, kill, new_ring, write_request, write_step
+
+load_commands()
+
+
+def inferloop(home: Path, *arguments: str) -> Result:
+    environment = {"INFERLOOP_HOME": str(home), "INFERLOOP_RING_DIR": str(home / "r")}
+    return CliRunner().invoke(app, arguments, env=environment)
+
+
+@pytest.fixture
+def rings(tmp_path: Path) -> Path:
+    directory = tmp_path / "r"
+    directory.mkdir()
+    return directory
+
+
+def test_engines_that_start_run_and_end_while_watched(
+    rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.watch.DISCOVER_S", 0.0)
+    left = engine(rings, requests=1, steps=1)
+    left.close()
+    with Watch(rings) as watch:
+        watch.poll(1)
+        assert watch.view().engines == []
+        assert watch.view().waiting_rings == 1
+        ring = engine(rings, requests=2, steps=10)
+        watch.poll(1)
+        [view] = watch.view().engines
+        assert view.ended_ago_s is None
+        assert view.live.itl.count == 18
+        assert view.live.ttft.count == 2
+        assert [reader.name for reader in attending(ring.path)] == ["top"]
+        assert view.readers == [], "of the others"
+        ring.close()
+        watch.poll(1)
+        [view] = watch.view().engines
+        assert view.ended_ago_s is not None
+        assert view.writer == "closed by its writer"
+        remove_ring(ring.path)
+        watch.poll(1)
+        assert len(watch.view().engines) == 1, "what it was doing can still be read"
+        monkeypatch.setattr("capture.watch.ENDED_SHOWN_S", 0.0)
+        watch.poll(1)
+        assert watch.view().engines == []
+    assert attending(ring.path) == []
+
+
+@pytest.mark.kill
+def test_a_crash_is_shown_as_one(rings: Path) -> None:
+    told, tell = os.pipe()
+
+    def work() -> None:
+        engine(rings, requests=1, steps=3)
+        os.write(tell, b"x")
+        time.sleep(60)
+
+    pid = forked(work)
+    os.read(told, 1)
+    with Watch(rings) as watch:
+        watch.poll(1)
+        kill(pid)
+        watch.poll(1)
+        [view] = watch.view().engines
+    assert view.writer == "its process is gone: nobody holds the file's lock"
+    assert view.live.itl.count == 2
+
+
+def test_foreign_cut_and_incomplete_files_do_not_stop_the_view(
+    rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.watch.DISCOVER_S", 0.0)
+    (rings / "foreign.ring").write_bytes(b"hello" * 2000)
+    (rings / "copied.ring").write_bytes(b"")
+    ring = engine(rings, requests=1, steps=3)
+    with Watch(rings) as watch:
+        watch.poll(1)
+        view = watch.view()
+        assert len(view.engines) == 1
+        assert len(view.problems) == 1
+        assert "foreign.ring is no ring" in view.problems[0]
+        os.truncate(ring.path, 100)
+        watch.poll(1)
+        assert watch.view().engines == []
+        assert any("was cut" in problem for problem in watch.view().problems)
+
+
+def test_what_is_too_fast_is_sampled_and_counted(
+    rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.watch.KEEP_BYTES", 64 * 1024)
+    ring = new_ring(rings, 16 * MIB)
+    trace = TraceWriter(ring)
+    trace.engine({"model": "tiny"})
+    with Watch(rings) as watch:
+        watch.poll(1)
+        for step_id in range(600):
+            write_step(trace, step_id, 256)
+        watch.poll(0)  # one batch, then no time is left
+        [view] = watch.view().engines
+        live = view.live
+        assert live.skipped_tokens > 0
+        assert live.lost_tokens == 0
+        assert view.lag_bytes <= 64 * 1024
+        assert live.sampled_share == pytest.approx(1 - live.skipped_tokens / (600 * 256), abs=0.02)
+        watch.poll(1)
+        live = watch.view().engines[0].live
+        total = live.itl.count + live.skipped_tokens
+        assert total == 600 * 256
+        assert live.tokens_per_s * live.window_s == pytest.approx(total)
+
+
+def test_skipping_keeps_the_account_of_a_reader(rings: Path) -> None:
+    ring = engine(rings, requests=1, steps=1000)
+    reader = RingReader(ring.path)
+    assert reader.skip(MIB) is None
+    gap = reader.skip(10_000)
+    assert gap is not None
+    assert reader.lag_bytes <= 10_000
+    delivered = len(reader.read())
+    assert delivered + gap.frames == ring.counters.frames
+    assert reader.cursor.lost_frames == gap.frames
+
+
+def test_a_living_engine_is_followed_at_speed(rings: Path) -> None:
+    """Nothing is lost or skipped while a writer and the view share the machine."""
+    ring = new_ring(rings, 32 * MIB)
+    trace = TraceWriter(ring)
+    stop = threading.Event()
+
+    def write() -> None:
+        step_id = 0
+        while not stop.is_set():
+            for _ in range(10):
+                write_step(trace, step_id, 256)
+                step_id += 1
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with Watch(rings) as watch:
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            watch.poll(0.2)
+            watch.view()
+            time.sleep(0.02)
+        stop.set()
+        thread.join()
+        watch.poll(1)
+        live = watch.view().engines[0].live
+    assert live.lost_tokens == live.skipped_tokens == 0
+    assert live.itl.count == ring.counters.tokens
+
+
+def test_nothing_runs_and_the_user_is_told_what_to_do(tmp_path: Path) -> None:
+    result = inferloop(tmp_path, "top", "--once")
+    assert result.exit_code == 0
+    assert "no engine is running" in result.stdout
+    assert "inferloop serve" in result.stdout
+    document = json.loads(inferloop(tmp_path, "top", "--once", "--json").stdout)
+    assert document["engines"] == []
+    assert "add --once" in str(inferloop(tmp_path, "top", "--json").exception)
+
+
+def test_one_picture_for_scripts(tmp_path: Path, rings: Path) -> None:
+    ring = engine(rings, requests=4, steps=20)
+    trace = TraceWriter(ring)
+    write_request(trace, 9, tenant="\x1b[2J[bold]evil")
+    write_step(trace, 20, 1, slot=9, phase=1, latency_us=77_000)
+    trace.event(kind="preempted", request_id=None, slot=9, detail="\x9b31m for another")
+    reader = RingReader(ring.path)
+    reader.read(4096)
+    Attendance(ring.path, "collector").report(reader.cursor, reader.lag_bytes)
+    document = json.loads(inferloop(tmp_path, "top", "--once", "--json").stdout)
+    [shown] = document["engines"]
+    assert shown["live"]["itl"]["count"] == 76
+    assert shown["live"]["info"]["model"] == "tiny"
+    assert shown["readers"][0]["lag_bytes"] == reader.lag_bytes
+    assert abs(shown["live"]["events"][0]["at_ns"] - time.time_ns()) < 60e9
+    result = inferloop(tmp_path, "top")  # not on a terminal: the same as --once
+    assert result.exit_code == 0
+    for text in ("tiny", "TTFT", "77.0         77.0", "1 preemption", "[2J[bold]evil", "behind ("):
+        assert text in result.stdout, text
+    assert result.stdout.replace("\n", "").isprintable()
+
+
+def test_ctrl_c_ends_the_live_view_and_gives_the_screen_back(tmp_path: Path, rings: Path) -> None:
+    ring = engine(rings, requests=4, steps=20)
+    pid, terminal = pty.fork()
+    if not pid:
+        os.environ |= {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
+        os.environ |= {"COLUMNS": "90", "LINES": "40", "TERM": "xterm"}
+        arguments = ["-m", "cli", "top", "--interval", "0.2"]
+        os.execv(sys.executable, [sys.executable, *arguments])
+    shown = b""
+    try:
+        deadline = time.monotonic() + 30
+        while b"tiny" not in shown and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 0.1)[0]:
+                shown += os.read(terminal, 65536)
+        assert [reader.pid for reader in attending(ring.path)] == [pid]
+        os.write(terminal, b"\x03")
+        while data := os.read(terminal, 65536):
+            shown += data
+    except OSError:  # the other end was closed
+        pass
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert b"TTFT" in shown
+    assert b"Traceback" not in shown
+    assert shown.rstrip().endswith((b"\x1b[?1049l\x1b[?25h", b"\x1b[?25h\x1b[?1049l"))
+    assert attending(ring.path) == []
+    assert discover(rings) == [ring.path]
