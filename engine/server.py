@@ -140,6 +140,9 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     engine = service.engine
+    watch = engine.metrics.watch
+    watch("engine_up", "1 while the engine takes requests.", lambda: float(engine.alive))
+    watch("trace_stopped", "1 when tracing failed.", lambda: float(bool(engine.trace_failure)))
 
     @app.get("/health")
     async def health() -> Response:
