@@ -149,7 +149,7 @@ STEPS = Table(
 )
 TOKENS = Table(
     "tokens",
-    "Every output token, in the order of the steps.",
+    "Every output token.",
     (
         ENGINE_ID,
         SLOT,
@@ -161,8 +161,8 @@ TOKENS = Table(
         Column(
             "latency_us", "BIGINT", "since the request's previous token; the first: since arrival"
         ),
-        Column("logprob", "FLOAT", "natural log-probability, rounded to 11 significant bits"),
-        Column("margin", "FLOAT", "top-1 minus top-2 log-probability, rounded likewise"),
+        Column("logprob", "FLOAT", "natural log-probability, rounded to a multiple of 2^-10"),
+        Column("margin", "FLOAT", "top-1 minus top-2 log-probability, to a multiple of 2^-8"),
         Column("kv_blocks", "INTEGER", "KV blocks the request held"),
     ),
     "SELECT quantile_cont(latency_us, [0.5, 0.99]) AS itl_us FROM tokens WHERE NOT is_first",
@@ -198,7 +198,8 @@ KERNELS = Table(
 EVENTS = Table(
     "events",
     "What happened to requests and engines: preempted, resumed, aborted, cache_evicted, degraded, "
-    "policy_reloaded, rejected, gc_pause; from the collector: engine_closed, engine_crashed.",
+    "policy_reloaded, rejected, gc_pause, gpu_attached, gpu_throttled, gpu_throttle_ended, "
+    "gpu_unavailable, gpu_available; from the collector: engine_closed, engine_crashed.",
     (
         ENGINE_ID,
         Column("happened_at", "TIMESTAMP NOT NULL", "when"),
