@@ -16,6 +16,7 @@ COMMANDS = (
     "ring",
     "top",
     "sql",
+    "why",
     "mark",
     "traffic",
     "replay",

@@ -1,0 +1,199 @@
+"""Finding the requests to explain: by an id in any form a client saw, or the slowest ones.
+
+A request that is not in the lake is an error that says what to do about it. Not for explaining:
+that is `capture.why_report`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capture.errors import CaptureError, RingError
+from capture.why_pieces import MIN_PREFIX, request_key
+
+if TYPE_CHECKING:
+    import duckdb
+
+RECENT = 3
+SHOWN = 10
+UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+class WhyError(CaptureError):
+    """The request cannot be found, or what was asked makes no sense."""
+
+
+class Ranking(StrEnum):
+    """What `slowest` goes by: the whole request, its first token, or its longest gap."""
+
+    duration = "duration"
+    ttft = "ttft"
+    gap = "gap"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A request as the lake knows it. Token counts and times are None where it does not."""
+
+    engine_id: str
+    slot: int
+    request_id: str
+    tenant: str | None
+    class_key: str | None
+    priority: int | None
+    adjustment: int | None
+    arrived_at: datetime
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    outcome: str
+    queue_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    sending_ms: float | None
+    duration_ms: float | None
+    model: str | None
+    is_proxied: bool
+
+
+_SUBJECTS = """
+SELECT l.engine_id::VARCHAR, slot, request_id, tenant, class_key, priority, adjustment, arrived_at,
+    prompt_tokens, cached_tokens, output_tokens, outcome, queue_ms, ttft_ms, tpot_ms, sending_ms,
+    duration_ms, e.model, coalesce(e.is_proxied, false)
+FROM {source} AS l LEFT JOIN (
+    SELECT engine_id, any_value(model) AS model, bool_or(info->>'kind' = 'proxy') AS is_proxied
+    FROM engines GROUP BY engine_id
+) AS e ON e.engine_id = l.engine_id
+"""
+
+_WORST_GAPS = """(
+    SELECT l.*, g.gap_us FROM request_latency AS l JOIN (
+        SELECT engine_id, slot, max(latency_us) AS gap_us FROM tokens
+        WHERE NOT is_first AND emitted_at >= $since GROUP BY engine_id, slot
+        ORDER BY gap_us DESC LIMIT $count
+    ) AS g ON g.engine_id = l.engine_id AND g.slot = l.slot
+)"""
+
+EVER = datetime(1970, 1, 1)
+
+
+def find(lake: duckdb.DuckDBPyConnection, text: str) -> list[Subject]:
+    """The requests that `text` may mean, oldest first; several calls may share a trace id.
+
+    Raises WhyError when `text` is no id or the beginning of one.
+    """
+    key = str(_row(lake, f"SELECT {request_key('$text')}", text=text)[0])
+    if len(key) < MIN_PREFIX or not re.fullmatch("[0-9a-f]{1,32}", key):
+        raise WhyError(
+            f"{text!r} is no request id: give the X-Request-Id or the id of the answer "
+            f"(chatcmpl-..., cmpl-...), or at least its first {MIN_PREFIX} hex digits"
+        )
+    sql = _SUBJECTS.format(source="request_latency") + "WHERE starts_with(request_id, $key)"
+    return _subjects(lake, f"{sql} ORDER BY arrived_at, slot", key=key)
+
+
+def slowest(
+    lake: duckdb.DuckDBPyConnection,
+    count: int,
+    *,
+    by: Ranking = Ranking.duration,
+    since: datetime | None = None,
+) -> list[Subject]:
+    """The `count` slowest requests that arrived after `since` (UTC, naive), slowest first. Those
+    without the figure (still running, for their duration; failed, for TTFT) are left out."""
+    source = _WORST_GAPS if by is Ranking.gap else "request_latency"
+    figure = "gap_us" if by is Ranking.gap else f"{by.value}_ms"
+    sql = _SUBJECTS.format(source=source) + (
+        f"WHERE arrived_at >= $since AND {figure} IS NOT NULL "
+        f"ORDER BY {figure} DESC, arrived_at LIMIT $count"
+    )
+    return _subjects(lake, sql, since=since or EVER, count=count)
+
+
+def parse_since(text: str, now: datetime) -> datetime:
+    """A time in UTC, naive: "10m", "2h", "1d" before `now`, or ISO 8601. Raises WhyError."""
+    ago = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip())
+    if ago is not None:
+        return now - timedelta(**{UNITS[ago[2]]: float(ago[1])})
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise WhyError(
+            f"{text!r} is no time: give an age (90s, 10m, 2h, 1d) or a date (2026-01-31T12:00)"
+        ) from None
+    return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo else moment
+
+
+def ambiguous(text: str, subjects: list[Subject]) -> WhyError:
+    """Several requests begin with `text`: which there are."""
+    lines = [_listed(subject) for subject in subjects[:SHOWN]]
+    more = len(subjects) - len(lines)
+    if more > 0:
+        lines.append(f"and {more} more")
+    return WhyError(
+        f"{len(subjects)} requests begin with {text!r}, give more of the id:\n  "
+        + "\n  ".join(lines)
+    )
+
+
+def unknown(lake: duckdb.DuckDBPyConnection, text: str, ring_dir: Path) -> WhyError:
+    """No request has this id: why that may be, and the newest ones there are."""
+    recent = _subjects(
+        lake,
+        _SUBJECTS.format(source="request_latency") + f"ORDER BY arrived_at DESC LIMIT {RECENT}",
+    )
+    lines = [f"no request {text!r} is in the trace lake"]
+    pending = _uncollected(lake, ring_dir)
+    if pending:
+        lines.append(
+            f"{pending:,} frames wait in the rings of {ring_dir}: is `inferloop collect` running?"
+        )
+    lines.append(
+        "if it has just been served, ask again in 2 s; one that still waits in an engine's queue "
+        "is not in the trace yet"
+    )
+    if recent:
+        lines.append("the newest ones are:\n  " + "\n  ".join(map(_listed, recent)))
+    return WhyError("\n".join(lines))
+
+
+def _uncollected(lake: duckdb.DuckDBPyConnection, ring_dir: Path) -> int:
+    """Frames in the rings that are not in the lake."""
+    from capture.reader import RingReader, discover
+
+    committed = dict(
+        lake.execute(
+            "SELECT engine_id::VARCHAR, max(sequence) FROM ingest_cursor GROUP BY engine_id"
+        ).fetchall()
+    )
+    pending = 0
+    for path in discover(ring_dir):
+        try:
+            reader = RingReader(path)
+        except RingError:
+            continue
+        frames, _ = reader.written
+        pending += max(0, frames - committed.get(str(reader.header.engine_id), 0))
+        reader.close()
+    return pending
+
+
+def _listed(subject: Subject) -> str:
+    return (
+        f"{subject.request_id}  {subject.arrived_at:%Y-%m-%d %H:%M:%S}  "
+        f"{subject.class_key or '-'}  {subject.outcome}"
+    )
+
+
+def _subjects(lake: duckdb.DuckDBPyConnection, sql: str, **values: Any) -> list[Subject]:
+    return [Subject(*row) for row in lake.execute(sql, values).fetchall()]
+
+
+def _row(lake: duckdb.DuckDBPyConnection, sql: str, **values: Any) -> tuple[Any, ...]:
+    row = lake.execute(sql, values).fetchone()
+    return () if row is None else tuple(row)

@@ -1,0 +1,174 @@
+"""Exactly one thing goes wrong for a request: `why` must say which, and how much it cost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import duckdb
+import pytest
+
+from capture.collector import Collector
+from capture.frames import TraceWriter
+from capture.lake import LakePlace, open_lake
+from tests.capture.rings import new_ring
+from tests.capture.stage import Clock, Stage
+from tests.capture.why_plays import BEFORE, FIRSTS, GAPS, PLAYS, SUBJECT
+
+Rows = dict[int | None, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def stages() -> dict[str, Stage]:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def lake(
+    tmp_path_factory: pytest.TempPathFactory, stages: dict[str, Stage]
+) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A lake with an engine for every play."""
+    home = tmp_path_factory.mktemp("why")
+    for name, play in PLAYS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            clock = Clock()
+            patch.setattr("capture.ring.time", clock)
+            ring = new_ring(home / "rings")
+            trace = TraceWriter(ring)
+            trace.engine({"model": "tiny", "kind": "proxy" if name == "proxy" else "engine"})
+            stages[name] = Stage(trace, clock)
+            play(stages[name])
+            ring.close()
+    place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
+    Collector(
+        place, ring_dir=home / "rings", crash_dir=home / "crashes", stop=threading.Event()
+    ).run(once=True)
+    with open_lake(place) as connection:
+        yield connection
+
+
+def why(lake: duckdb.DuckDBPyConnection, stage: Stage, slot: int = SUBJECT) -> Rows:
+    relation = lake.execute("FROM why(?)", [str(stage.players[slot].request_id)])
+    names = [column[0] for column in relation.description]
+    rows = [dict(zip(names, row, strict=True)) for row in relation.fetchall()]
+    return {row["position"]: row for row in rows}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_gap_has_the_one_cause_that_was_injected(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage], name: str
+) -> None:
+    _, cause, evidence, lost_ms = GAPS[name]
+    rows = why(lake, stages[f"gap: {name}"])
+    gaps = [row for row in rows.values() if row["position"] != 0]
+    assert [row["cause"] for row in gaps] == [cause]
+    assert evidence in gaps[0]["evidence"]
+    assert "also" not in gaps[0]["evidence"]
+    assert gaps[0]["explained_ms"] == pytest.approx(lost_ms, rel=0.1)
+    assert gaps[0]["usual_ms"] == pytest.approx(3.0, rel=0.05)
+    assert gaps[0]["latency_ms"] - gaps[0]["usual_ms"] == pytest.approx(lost_ms, rel=0.2)
+
+
+@pytest.mark.parametrize("name", FIRSTS)
+def test_a_first_token_has_the_one_cause_that_was_injected(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage], name: str
+) -> None:
+    _, cause, evidence = FIRSTS[name]
+    rows = why(lake, stages[f"first: {name}"])
+    assert set(rows) == {0}
+    assert rows[0]["cause"] == cause
+    assert evidence in rows[0]["evidence"]
+    assert rows[0]["explained_ms"] <= rows[0]["latency_ms"] + 0.01
+
+
+def test_the_evidence_names_who_was_involved(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    def of(play: str, slot: int) -> str:
+        return str(stages[play].players[slot].request_id)[:8]
+
+    queued = why(lake, stages["first: queued"])[0]["evidence"]
+    assert f"{of('first: queued', 2)} (tenant busy, busy/chat/-, 12 + " in queued
+    assert f"{of('first: queued', 3)} (tenant vip, vip/chat/-" in queued
+    assert "priority 90" in queued
+    assert "1 of them came later" in queued
+    assert "its priority was 40, -10 of it by the feedback policy" in queued
+    shared = why(lake, stages["gap: prefill"])[BEFORE + 1]["evidence"]
+    assert f"{of('gap: prefill', 7)} (tenant bulk, bulk/chat/-, prompt of 700)" in shared
+    evidence = why(lake, stages["gap: preempted"])[BEFORE + 1]["evidence"]
+    assert f"{of('gap: preempted', 7)} (tenant vip, vip/chat/-, prompt of 20" in evidence
+    assert "KV cache 90 of 100 blocks" in evidence
+
+
+def test_steady_gaps_need_no_explanation(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    assert set(why(lake, stages["steady"])) == {0}
+
+
+def test_what_the_trace_does_not_say_is_not_made_up(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    gap = why(lake, stages["lost"])[BEFORE + 1]
+    assert (gap["cause"], gap["evidence"]) == ("unexplained", "its steps are not in the lake")
+    assert gap["explained_ms"] == 0
+    for row in why(lake, stages["proxy"]).values():
+        assert row["cause"] == "unexplained"
+        assert "the upstream's steps are not visible" in row["evidence"]
+
+
+def test_slow_sending_is_a_row_of_its_own(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    row = why(lake, stages["sending"], SUBJECT + 2)[None]
+    assert row["cause"] == "sending slow"
+    assert row["latency_ms"] == pytest.approx(905, abs=1)
+    assert "900.0 ms until the last chunk was serialized" in row["evidence"]
+    assert None not in why(lake, stages["sending"], SUBJECT)
+
+
+def test_two_causes_are_named_with_the_larger_first(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    row = why(lake, stages["first: prefix miss"])[0]
+    assert row["explained_ms"] == pytest.approx(0.9 * 400 / 400 * 18.7, rel=0.1)
+
+
+def test_two_calls_that_share_a_trace_id_are_explained_apart(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    identity = str(stages["shared id"].players[SUBJECT].request_id)
+    rows = lake.execute("SELECT slot, position, cause FROM why(?)", [identity]).fetchall()
+    assert rows == [
+        (SUBJECT, 0, "prefill"),
+        (SUBJECT, 41, "host slow"),
+        (SUBJECT + 1, 0, "prefill"),
+        (SUBJECT + 1, 41, "device slow"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "form", ["{hex}", "{uuid}", "chatcmpl-{hex}", "cmpl-{HEX}", " {hex} ", "{start}", "{trace}"]
+)
+def test_every_form_of_an_id_that_clients_see_is_understood(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage], form: str
+) -> None:
+    identity = stages["steady"].players[SUBJECT].request_id
+    forms = {
+        "hex": identity.hex,
+        "HEX": identity.hex.upper(),
+        "uuid": str(identity),
+        "start": identity.hex[:8],
+        "trace": f"00-{identity.hex}-00f067aa0ba902b7-01",
+    }
+    asked = lake.execute("SELECT DISTINCT request_id FROM why(?)", [form.format(**forms)])
+    assert asked.fetchall() == [(identity.hex,)]
+
+
+def test_too_short_a_beginning_and_unknown_ids_find_nothing(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    identity = stages["steady"].players[SUBJECT].request_id
+    for text in (identity.hex[:7], "", "no such request", "%", "chatcmpl-"):
+        assert lake.execute("FROM why(?)", [text]).fetchall() == []
