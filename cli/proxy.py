@@ -30,7 +30,7 @@ def proxy(
     ] = 600.0,
     capture_mib: Annotated[
         int, typer.Option(help="bytes of a request or an answer that are captured", min=1, max=1024)
-    ] = 8,
+    ] = 4,
 ) -> None:
     """Forward requests byte for byte to any OpenAI-compatible server (vLLM, SGLang, llama.cpp),
     and write what passes as trace and traffic, as for our own engine.

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import pydantic_core
 
+from capture.proxy.body import Budget
+
 Counted = Literal["usage", "token_ids", "chunks"]
 
 GENERATED = (
@@ -20,6 +22,8 @@ GENERATED = (
 """Where an event carries what the model wrote; `content` and `text` are the answer's text."""
 
 NO_TOKEN = 0xFFFFFFFF
+OBJECT_BYTES = 32
+"""What a number in a list takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,12 @@ class Piece:
 class Answer:
     """An answer as far as it came.
 
-    `text`, `token_ids` and `logprobs` are those of choice 0, kept only with `keeps_text` and up to
-    `limit_bytes` (`truncated`: there was more). `tokens` are those counted piece by piece.
+    `text`, `token_ids` and `logprobs` are those of choice 0, kept only with `keeps_text`, up to
+    `limit_bytes` and as far as `budget` allows (`truncated`: there was more). `tokens` are those
+    counted piece by piece.
     """
 
-    def __init__(self, *, keeps_text: bool, limit_bytes: int) -> None:
+    def __init__(self, *, keeps_text: bool, limit_bytes: int, budget: Budget) -> None:
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -52,7 +57,8 @@ class Answer:
         self.error_type: str | None = None
         self.done = self.truncated = False
         self.tokens = self.unreadable = 0
-        self._keeps_text, self._room = keeps_text, limit_bytes
+        self._keeps_text, self._limit_bytes = keeps_text, limit_bytes
+        self._budget, self._held_bytes = budget, 0
         self._every_token_has_id = True
         self._usage_runs: bool | None = None
 
@@ -78,6 +84,11 @@ class Answer:
         """Take an answer in that came in one piece; `cut`: its end is missing."""
         self._read(body, "message", cut=cut)
         self.done, self.truncated = not cut, self.truncated or cut
+
+    def release(self) -> None:
+        """What is kept counts no longer against the budget."""
+        self._budget.give_back(self._held_bytes)
+        self._held_bytes = 0
 
     def _read(self, data: bytes, inner: str, *, cut: bool) -> list[Piece]:
         try:
@@ -146,10 +157,12 @@ class Answer:
 
     def _keep(self, delta: dict[str, Any], ids: list[int], logprobs: list[float]) -> None:
         text = next((delta[n] for n in ("content", "text") if isinstance(delta.get(n), str)), "")
-        self._room -= len(text) + 8 * (len(ids) + len(logprobs))
-        if self._room < 0:
+        size = len(text) + OBJECT_BYTES * (len(ids) + len(logprobs))
+        fits = self._held_bytes + size <= self._limit_bytes
+        if self.truncated or not fits or not self._budget.take(size):
             self.truncated = True
             return
+        self._held_bytes += size
         self.text.append(text)
         self.token_ids += ids
         self.logprobs += logprobs

@@ -67,7 +67,9 @@ class Observation:
         self.question = Question()
         self.is_traced = self.has_token = False
         self.is_mirrored = recorder.is_mirrored(caller.conversation_id)
-        self.answer = Answer(keeps_text=self.is_mirrored, limit_bytes=recorder.body_bytes)
+        self.answer = Answer(
+            keeps_text=self.is_mirrored, limit_bytes=recorder.body_bytes, budget=recorder.budget
+        )
         self.skipped = ""
         self.request_bytes = 0
         self.is_cut = False
@@ -214,6 +216,7 @@ class Observation:
         except Exception:  # noqa: BLE001 - forwarding must not depend on the capture
             self._recorder.failed(self.caller.request_id)
             self._skip("failed")
+        self.answer.release()
 
     def _read_rest(self) -> None:
         if self._events is not None:

@@ -15,7 +15,7 @@ from typing import Any
 SLICE_S = 0.001
 """After so long the wire gets its turn, however much is left."""
 
-QUEUE_BYTES = 64 << 20
+QUEUE_BYTES = 16 << 20
 """Copies that may wait; more is not captured."""
 
 

@@ -58,8 +58,7 @@ class ProxyProcess:
         return int(line.split()[1]) / 1024
 
     def records(self) -> list[dict[str, Any]]:
-        files = sorted((self.home / "traffic").glob("traffic-*.jsonl*"))
-        return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+        return records_in(self.home)
 
     def record(self, conversation: str) -> dict[str, Any]:
         """The traffic record of a conversation, once it is there."""
@@ -97,6 +96,12 @@ class ProxyProcess:
                         row = {name: column[index].item() for name, column in frame.rows.items()}
                         found.append(row | {"step_id": frame.step["step_id"]})
         return found
+
+
+def records_in(home: Path) -> list[dict[str, Any]]:
+    """All traffic records under a home."""
+    files = sorted((home / "traffic").glob("traffic-*.jsonl*"))
+    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
 
 
 def wait_for(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:

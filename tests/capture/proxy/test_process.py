@@ -1,0 +1,226 @@
+"""The proxy as a process: how it starts and stops, and what outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from capture.collector import Collector
+from capture.lake import LakePlace, open_lake
+from tests.capture.proxy.nasty import DONE, Conversation, Nasty, chat_event, usage_event
+from tests.capture.proxy.processes import ProxyProcess, raw, wait_for
+
+QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+def fails(*arguments: str, **environment: str) -> str:
+    """The one line that a proxy says which cannot start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "proxy", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_start_that_must_fail(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        message = fails("--upstream", "http://h", "--port", port, INFERLOOP_HOME=str(tmp_path))
+    assert f"port {port}: Address already in use" in message
+    where = tmp_path / "file"
+    where.touch()
+    home = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(where)}
+    message = fails("--upstream", "http://h", "--port", "0", **home)
+    assert str(where) in message
+
+
+def stream(proxy: ProxyProcess, got: list[bytes], **headers: str) -> threading.Thread:
+    """Ask in a thread; what comes is appended to `got`, an error's name last."""
+
+    def work() -> None:
+        try:
+            with httpx.stream(
+                "POST", proxy.url + "/v1/chat/completions", json=QUESTION, headers=headers,
+                trust_env=False,
+            ) as answer:  # fmt: skip
+                for piece in answer.iter_raw():
+                    got.append(piece)
+        except httpx.HTTPError as error:
+            got.append(type(error).__name__.encode())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def slow_upstream(gate: threading.Event) -> object:
+    """Sends two tokens, waits for the gate, sends the rest."""
+
+    async def script(talk: Conversation) -> None:
+        if talk.path == "/v1/models":
+            body = b'{"data": [{"id": "tiny"}]}'
+            await talk.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            return
+        await talk.body()
+        await talk.start_stream()
+        await talk.events(chat_event("a"), chat_event("b"), pause_s=0.02)
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        await talk.events(
+            chat_event("c"), chat_event(finish_reason="stop"), usage_event(5, 3), DONE,
+            pause_s=0.02,
+        )  # fmt: skip
+        await talk.end_stream()
+
+    server = Nasty()
+    server.script = script
+    yield server
+    gate.set()
+    server.close()
+
+
+def collect(proxy: ProxyProcess) -> LakePlace:
+    """Drain the proxy's ring into a lake."""
+    place = LakePlace(str(proxy.home / "catalog.sqlite"), str(proxy.home / "data"))
+    crashes = proxy.home / "crashes"
+    stop = threading.Event()
+    Collector(place, ring_dir=proxy.rings, crash_dir=crashes, stop=stop).run(once=True)
+    return place
+
+
+def test_stop_finishes_what_is_in_flight_and_the_lake_has_it(
+    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+) -> None:
+    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    got: list[bytes] = []
+    thread = stream(proxy, got, **{"X-Tenant": "acme"})
+    wait_for(lambda: len(got) >= 2)
+    proxy.process.send_signal(signal.SIGTERM)
+    with pytest.raises(OSError, match="refused"):
+        wait_for(lambda: raw(proxy.port, b"GET / HTTP/1.1\r\nHost: h\r\n\r\n") and None)
+    gate.set()
+    thread.join(10)
+    assert proxy.process.wait(10) == 0
+    assert b"".join(got).endswith(DONE)
+
+    with open_lake(collect(proxy)) as lake:
+        rows = lake.execute(
+            "SELECT tenant, outcome, output_tokens, prompt_tokens, ttft_ms, tpot_ms, duration_ms "
+            "FROM request_latency"
+        ).fetchall()
+        gaps = lake.execute(
+            "SELECT position, gap_ms, token_id, logprob, margin FROM token_gaps ORDER BY position"
+        ).fetchall()
+        steps = lake.execute(
+            "SELECT count(*), count(forward_us), count(device_us), sum(decode_tokens) FROM steps"
+        ).fetchall()
+        usage = lake.execute("SELECT detail FROM events WHERE kind = 'usage'").fetchall()
+        lost = lake.execute("SELECT count(*) FROM losses").fetchall()
+        model = lake.execute("SELECT model FROM engines").fetchall()
+    ((tenant, outcome, tokens, prompt, ttft_ms, tpot_ms, duration_ms),) = rows
+    assert (tenant, outcome, tokens, prompt) == ("acme", "stop", 3, None)
+    assert 0 < ttft_ms < duration_ms
+    assert tpot_ms == pytest.approx(sum(gap[1] for gap in gaps) / 2, rel=0.01)
+    assert [gap[0] for gap in gaps] == [1, 2]
+    assert {gap[2:] for gap in gaps} == {(-1, None, None)}
+    assert steps == [(3, 0, 0, 3)]
+    assert json.loads(usage[0][0])["prompt_tokens"] == 5
+    assert (lost, model) == ([(0,)], [("tiny",)])
+
+
+@pytest.mark.kill
+def test_ring_of_a_killed_proxy_is_drained(tmp_path: Path, slow_upstream: Nasty) -> None:
+    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    got: list[bytes] = []
+    thread = stream(proxy, got)
+    wait_for(lambda: len(got) >= 2)
+    time.sleep(0.05)
+    proxy.stop(signal.SIGKILL)
+    thread.join(10)
+    assert got[-1] in (b"RemoteProtocolError", b"ReadError")
+    with open_lake(collect(proxy)) as lake:
+        outcome = lake.execute("SELECT outcome, output_tokens FROM request_latency").fetchall()
+        tokens = lake.execute("SELECT count(*) FROM tokens").fetchall()
+    assert outcome == [("engine_gone", None)]
+    assert tokens == [(2,)]
+
+
+def test_second_signal_waits_no_longer(tmp_path: Path, slow_upstream: Nasty) -> None:
+    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    got: list[bytes] = []
+    thread = stream(proxy, got)
+    wait_for(lambda: len(got) >= 2)
+    proxy.process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert proxy.stop(signal.SIGINT, 5) == 0
+    thread.join(10)
+    assert got[-1] == b"RemoteProtocolError"
+    (record,) = proxy.records()
+    assert record["error_type"] == "proxy_stopped"
+
+
+def test_upstream_that_is_down(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    proxy = ProxyProcess(url, tmp_path)
+    answer = httpx.post(proxy.url + "/v1/chat/completions", json=QUESTION, trust_env=False)
+    error = answer.json()["error"]
+    assert answer.status_code == 502
+    assert error["code"] == "upstream_unreachable"
+    assert url in error["message"]
+    health = httpx.get(proxy.url + "/inferloop/health", trust_env=False).json()
+    assert "cannot be reached" in health["last_upstream_error"]
+    (record,) = wait_for(proxy.records)
+    assert (record["status"], record["error_type"]) == (502, "upstream_error")
+    assert proxy.stop() == 0
+
+
+def test_trace_that_fails_later_does_not_stop_the_forwarding(
+    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+) -> None:
+    """An ENGINE frame over the ring's limit stands for any error of the trace."""
+    gate.set()
+
+    async def many_models(talk: Conversation) -> None:
+        if talk.path == "/v1/models":
+            body = json.dumps({"data": [{"id": "m" * 2_000_000}]}).encode()
+            await talk.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        else:
+            await script(talk)
+
+    script = slow_upstream.script
+    slow_upstream.script = many_models
+    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    health = proxy.url + "/inferloop/health"
+    wait_for(lambda: "FrameTooLarge" in httpx.get(health, trust_env=False).json()["trace"])
+    got: list[bytes] = []
+    stream(proxy, got).join(10)
+    assert b"".join(got).endswith(DONE)
+    (record,) = wait_for(proxy.records)
+    assert record["output_text"] == "abc"
+    assert proxy.stop() == 0
+    assert proxy.process.stderr is not None
+    assert proxy.process.stderr.read().count("tracing stopped") == 1
