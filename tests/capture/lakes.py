@@ -1,12 +1,12 @@
-"""Lakes that tests read: what the rings of a directory hold, committed without a collector."""
+"""Lakes that tests read: what the rings below a directory hold, committed."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
-from capture.ingest import RingRows
-from capture.lake import LakePlace, open_lake
-from capture.reader import RingReader, discover
+from capture.collector import Collector
+from capture.lake import LakePlace
 
 
 def place_of(home: Path) -> LakePlace:
@@ -14,20 +14,7 @@ def place_of(home: Path) -> LakePlace:
 
 
 def commit_rings(home: Path) -> LakePlace:
-    """Commit all frames of the rings in `home/rings` to the lake of `home`, and remove them."""
-    place = place_of(home)
-    lake = open_lake(place, read_only=False)
-    try:
-        for path in discover(home / "rings"):
-            reader = RingReader(path)
-            rows = RingRows(reader.header)
-            while len(batch := reader.read()):
-                rows.add(batch)
-            reader.close()
-            path.unlink()
-            lake.execute("BEGIN")
-            rows.insert(lake)
-            lake.execute("COMMIT")
-    finally:
-        lake.close()
+    """Commit all frames of the rings in `home/rings` to the lake of `home`."""
+    place, stop = place_of(home), threading.Event()
+    Collector(place, ring_dir=home / "rings", crash_dir=home, stop=stop).run(once=True)
     return place
