@@ -26,27 +26,34 @@ def ring_files(ring_dir: Path, archive_dir: Path) -> list[Path]:
 
 
 def find_ring(which: str | None, ring_dir: Path, archive_dir: Path) -> Path:
-    """The ring meant by an engine id, its first characters, or a path; None: the only one alive.
+    """The ring meant by an engine id, its first characters, or a path; None: the only one alive,
+    or else the only one.
 
     Raises RingError that says which rings there are when there is none or more than one.
     """
     if which is not None and ("/" in which or Path(which).exists()):
         return Path(which)
     files = ring_files(ring_dir, archive_dir)
-    if which is None:
-        fitting = [path for path in discover(ring_dir) if _alive(path)] or discover(ring_dir)
-    else:
-        fitting = [path for path in files if path.name.startswith(which)]
-    if len(fitting) == 1:
-        return fitting[0]
     if not files:
         raise RingError(
             f"there is no ring in {ring_dir}: engines put them there (`inferloop serve`); another "
             "place is set with INFERLOOP_HOME or INFERLOOP_RING_DIR"
         )
-    asked = "name one" if which is None else f"{which!r} fits {len(fitting)} of them"
-    names = ", ".join(path.name.partition(".")[0] for path in (fitting or files)[-5:])
-    raise RingError(f"{len(files)} rings in {ring_dir}: {asked}, for example {names}")
+    fitting = [path for path in files if path.name.startswith(which or "")]
+    if which is None:
+        fitting = [path for path in files if _alive(path)] or files
+    engines = {_engine(path): path for path in fitting}  # the ring itself rather than its archive
+    if len(engines) == 1:
+        return engines.popitem()[1]
+    known = list(engines or {_engine(path): path for path in files})
+    some = ", ".join(known[-5:])
+    if which is None:
+        raise RingError(f"name one of the {len(known)} rings in {ring_dir}, for example {some}")
+    if engines:
+        raise RingError(f"{which!r} is the start of {len(engines)} engine ids: {some}")
+    raise RingError(
+        f"no ring in {ring_dir} or {archive_dir} starts with {which!r}; there are {some}"
+    )
 
 
 @contextmanager
@@ -97,7 +104,13 @@ def _promised_bytes(head: bytes, path: Path) -> int:
     return HEADER_BYTES + capacity
 
 
+def _engine(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
 def _alive(path: Path) -> bool:
+    if path.name.endswith(ARCHIVE_SUFFIX):
+        return False
     try:
         reader = RingReader(path)
     except RingError:

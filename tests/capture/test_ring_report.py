@@ -122,10 +122,17 @@ def test_rings_are_found_by_their_first_characters(tmp_path: Path) -> None:
     assert find_ring(first.path.name[:9], tmp_path, tmp_path) == first.path
     assert find_ring(str(first.path), tmp_path, tmp_path) == first.path
     second.close()
-    with pytest.raises(RingError, match=r"2 rings in .*: name one, for example"):
+    with pytest.raises(RingError, match="name one of the 2 rings in .*, for example"):
         find_ring(None, tmp_path, tmp_path)
-    with pytest.raises(RingError, match=r"'zz' fits 0 of them"):
+    with pytest.raises(RingError, match="starts with 'zz'; there are"):
         find_ring("zz", tmp_path, tmp_path)
+    with pytest.raises(RingError, match="'' is the start of 2 engine ids"):
+        find_ring("", tmp_path, tmp_path)
+    archive = archived(first.path, tmp_path / "crashes")
+    assert find_ring(first.path.stem, tmp_path, tmp_path / "crashes") == first.path
+    first.path.unlink()
+    second.path.unlink()
+    assert find_ring(None, tmp_path, tmp_path / "crashes") == archive
     with pytest.raises(RingError, match=r"there is no ring in .*inferloop serve"):
         find_ring("zz", tmp_path / "none", tmp_path / "none")
 
