@@ -181,8 +181,9 @@ def implausible(rows: list[dict[str, Any]], facts: list[dict[str, Any]]) -> list
         for name in ("reserved", "allocated", "peak"):
             if fact[f"{name}_bytes"] != fact[f"torch_{name}_bytes"]:
                 found.append(f"{fact['blocks']} blocks: {name} differs from PyTorch's")
-        if not 0 <= fact["fragmentation"] <= 1:
-            found.append(f"{fact['blocks']} blocks: fragmentation is {fact['fragmentation']}")
+        free = fact["reserved_bytes"] - fact["allocated_bytes"]
+        if abs(fact["fragmentation"] - (1 - fact["largest_free_bytes"] / free)) > 0.01:
+            found.append(f"{fact['blocks']} blocks: the free pieces do not add up to what is free")
         if fact["reserved_after_largest"] != fact["reserved_bytes"]:
             found.append(f"{fact['blocks']} blocks: the largest free block did not fit its size")
     return found
