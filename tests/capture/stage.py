@@ -18,6 +18,8 @@ from capture.frames import NONE, TraceWriter
 
 US, MS = 1_000, 1_000_000
 DECODE_US = 2700.0
+TIMES = ("admitted", "first_token", "last_token", "detokenized", "serialized", "flushed")
+NEVER = {f"{name}_ns": 0 for name in TIMES}
 
 
 class Clock:
@@ -148,8 +150,22 @@ class Stage:
     def finish(
         self, slot: int, *, reason: str = "length", stages_ms: tuple[float, ...] = ()
     ) -> None:
-        """`stages_ms`: to detokenize, to serialize, to flush; default: next to nothing."""
+        """`stages_ms`: to detokenize, to serialize, to flush; default: next to nothing. Without
+        a token none of it ever happened."""
         player = self.players[slot]
+        if not player.tokens:
+            self._write_request(player)
+            times = (
+                "admitted",
+                "first_token",
+                "last_token",
+                "detokenized",
+                "serialized",
+                "flushed",
+            )
+            never = {f"{name}_ns": 0 for name in times}
+            self.trace.finish(slot=slot, reason=reason, output_tokens=0, **never)
+            return
         detokenize, serialize, flush = stages_ms or (0.05, 0.04, 0.02)
         detokenized = player.last_ns + int(detokenize * MS)
         serialized = detokenized + int(serialize * MS)
@@ -171,6 +187,9 @@ class Stage:
         if player.admitted_ns:
             return
         player.admitted_ns = now_ns
+        self._write_request(player)
+
+    def _write_request(self, player: Player) -> None:
         self.trace.request(
             request_id=player.request_id.bytes,
             slot=player.slot,

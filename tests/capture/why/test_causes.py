@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import duckdb
 import pytest
 
-from capture.collector import Collector
-from capture.frames import TraceWriter
-from capture.lake import LakePlace, open_lake
-from tests.capture.rings import new_ring
-from tests.capture.stage import Clock, Stage
-from tests.capture.why_plays import BEFORE, FIRSTS, GAPS, PLAYS, SUBJECT
+from tests.capture.stage import Stage
+from tests.capture.why.plays import BEFORE, FIRSTS, GAPS, SUBJECT
 
 Rows = dict[int | None, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def stages() -> dict[str, Stage]:
-    return {}
-
-
-@pytest.fixture(scope="module")
-def lake(
-    tmp_path_factory: pytest.TempPathFactory, stages: dict[str, Stage]
-) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A lake with an engine for every play."""
-    home = tmp_path_factory.mktemp("why")
-    for name, play in PLAYS.items():
-        with pytest.MonkeyPatch.context() as patch:
-            clock = Clock()
-            patch.setattr("capture.ring.time", clock)
-            ring = new_ring(home / "rings")
-            trace = TraceWriter(ring)
-            trace.engine({"model": "tiny", "kind": "proxy" if name == "proxy" else "engine"})
-            stages[name] = Stage(trace, clock)
-            play(stages[name])
-            ring.close()
-    place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
-    Collector(
-        place, ring_dir=home / "rings", crash_dir=home / "crashes", stop=threading.Event()
-    ).run(once=True)
-    with open_lake(place) as connection:
-        yield connection
 
 
 def why(lake: duckdb.DuckDBPyConnection, stage: Stage, slot: int = SUBJECT) -> Rows:

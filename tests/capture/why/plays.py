@@ -184,6 +184,7 @@ def play_slow_server(stage: Stage) -> None:
     stage.clock.ns += 200 * MS
     stage.step((), {SUBJECT: 12})
     stage.run((SUBJECT,), 20)
+    stage.finish(SUBJECT)
 
 
 def play_preempted_prefill(stage: Stage) -> None:
@@ -232,6 +233,25 @@ def play_shared_id(stage: Stage) -> None:
     stage.step((SUBJECT + 1,), forward_us=LOST_MS * US)
 
 
+RUNNING, FAILED, ABORTED, ONE, NONE = 10, 11, 12, 13, 14
+
+
+def play_ends(stage: Stage) -> None:
+    """Requests that ended otherwise than well, or not at all."""
+    for slot in (RUNNING, FAILED, ABORTED, ONE):
+        stage.arrive(slot)
+        stage.step((), {slot: 12})
+    stage.finish(ONE, reason="stop")
+    stage.run((RUNNING, FAILED, ABORTED), 30)
+    stage.finish(FAILED, reason="error")
+    stage.finish(ABORTED, reason="abort")
+    stage.arrive(NONE)
+    stage.run((RUNNING,), 30)
+    stage.finish(NONE, reason="abort")
+    stage.step((RUNNING,), forward_us=2700 + LOST_MS * US)
+    stage.run((RUNNING,), 20)
+
+
 PLAYS: dict[str, Callable[[Stage], None]] = {
     **{f"gap: {name}": decode_with(trouble) for name, (trouble, *_) in GAPS.items()},
     **{f"first: {name}": play for name, (play, *_) in FIRSTS.items()},
@@ -240,4 +260,5 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "proxy": decode_with(slow_forward),
     "sending": play_slow_client,
     "shared id": play_shared_id,
+    "ends": play_ends,
 }

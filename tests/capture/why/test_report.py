@@ -1,0 +1,251 @@
+"""`inferloop why`: finding requests, the report on one screen, the command's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import duckdb
+import pytest
+from rich.console import Console
+
+from capture.frames import TraceWriter
+from capture.lake import open_lake
+from capture.ring import RingWriter
+from capture.why_lookup import (
+    Ranking,
+    Subject,
+    WhyError,
+    ambiguous,
+    find,
+    parse_since,
+    slowest,
+    unknown,
+)
+from capture.why_report import BLOCKS, Explanation, duration, explain, plain, render
+from tests.capture.lakes import commit_rings
+from tests.capture.rings import new_ring, write_request, write_step
+from tests.capture.stage import Stage
+from tests.capture.why.plays import (
+    ABORTED,
+    FAILED,
+    GAPS,
+    LOST_MS,
+    NONE,
+    ONE,
+    RUNNING,
+    SUBJECT,
+)
+
+NOW = datetime(2026, 3, 1, 12)
+
+
+def of(lake: duckdb.DuckDBPyConnection, stage: Stage, slot: int = SUBJECT) -> Explanation:
+    (explanation,) = explain(lake, find(lake, str(stage.players[slot].request_id)))
+    return explanation
+
+
+def screen(explanation: Explanation, width: int = 120) -> str:
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(render(explanation))
+    return captured.get()
+
+
+def test_a_report_has_header_timeline_causes_and_verdict(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    stage = stages["gap: prefill"]
+    text = screen(of(lake, stage))
+    assert f"request {stage.players[SUBJECT].request_id.hex}" in text
+    assert "tenant acme · class acme/chat/- · priority 50 · tiny on engine" in text
+    assert "finished (length) · 12 prompt tokens (0 cached), 122 output tokens" in text
+    assert all(name in text for name in ("queue ", "TTFT ", "TPOT ", "sending ", "duration "))
+    (line,) = [line for line in text.splitlines() if line.startswith("gaps ")]
+    assert line.count(BLOCKS[-1]) == 1
+    assert line.count(BLOCKS[0]) > 50
+    words = " ".join(text.split())
+    assert "shared a step with a prefill: 700 prompt tokens of" in words
+    assert "ms it waited went to: shared a step with a prefill" in words
+    assert len(text.splitlines()) < 24, "one screen"
+
+
+def test_lost_time_is_summed_by_cause_and_never_more_than_was_lost(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    for name in GAPS:
+        explanation = of(lake, stages[f"gap: {name}"])
+        lost = explanation.lost_ms()
+        assert sum(lost.values()) == pytest.approx(sum(s.lost_ms for s in explanation.slow))
+        assert next(iter(lost)) == GAPS[name][1], name
+        assert lost.get("unexplained", 0.0) < 0.1 * sum(lost.values()), name
+
+
+def test_requests_that_did_not_end_well_are_told_apart(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    stage = stages["ends"]
+    assert "failed" in screen(of(lake, stage, FAILED))
+    assert "aborted" in screen(of(lake, stage, ABORTED))
+    one = of(lake, stage, ONE)
+    assert (one.gaps_ms, [s.position for s in one.slow]) == ([], [0])
+    assert "gaps" not in screen(one)
+    none = screen(of(lake, stage, NONE))
+    assert "aborted" in none
+    assert "it got no token" in none
+    running = of(lake, stage, RUNNING)
+    assert running.subject.outcome == "engine_gone"
+    assert "its engine ended before it did" in screen(running)
+    assert [s.cause for s in running.slow] == ["prefill", "device slow"]
+
+
+def test_a_request_that_still_runs_is_explained_as_far_as_it_got(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path / "rings")
+    trace = TraceWriter(ring)
+    trace.engine({"model": "tiny"})
+    identity, waiting = write_request(trace, 0), write_request(trace, 1)
+    write_step(trace, 0, 1, phase=1, position=0)
+    place = commit_rings(tmp_path)
+    with open_lake(place) as lake:
+        (explanation,) = explain(lake, find(lake, identity))
+        assert explanation.subject.outcome == "unfinished"
+        assert "still running" in screen(explanation)
+        (empty,) = explain(lake, find(lake, waiting))
+        assert "no token yet" in screen(empty)
+    ring.close()
+
+
+def test_the_slowest_are_found_by_each_figure(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    def first(by: Ranking) -> str:
+        return slowest(lake, 1, by=by)[0].request_id
+
+    assert first(Ranking.ttft) == stages["first: slow server"].players[SUBJECT].request_id.hex
+    assert first(Ranking.duration) == stages["sending"].players[SUBJECT + 2].request_id.hex
+    gaps = slowest(lake, 3, by=Ranking.gap)
+    assert gaps[0].request_id == stages["gap: preempted"].players[SUBJECT].request_id.hex
+    assert len(slowest(lake, 7)) == 7
+    assert slowest(lake, 7, since=datetime(2100, 1, 1)) == []
+
+
+def test_a_beginning_that_several_requests_share_lists_them(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    subjects = slowest(lake, 12)
+    message = str(ambiguous("abcdef12", subjects))
+    assert "12 requests begin with 'abcdef12'" in message
+    assert subjects[0].request_id in message
+    assert "and 2 more" in message
+
+
+@pytest.mark.parametrize("text", ["", "abc", "chatcmpl-", "not-an-id-at-all", "'; DROP", "f" * 33])
+def test_what_is_no_id_is_refused_with_the_forms_there_are(
+    lake: duckdb.DuckDBPyConnection, text: str
+) -> None:
+    with pytest.raises(WhyError, match="X-Request-Id"):
+        find(lake, text)
+
+
+def test_an_unknown_id_says_why_that_may_be(
+    lake: duckdb.DuckDBPyConnection, home: Path, tmp_path: Path
+) -> None:
+    message = str(unknown(lake, "ab" * 16, tmp_path))
+    assert "ask again in 2 s" in message
+    assert "the newest ones are" in message
+    assert "collect" not in message
+    ring = RingWriter.create(tmp_path / "x.ring", capacity_bytes=1 << 20, engine_id=uuid4())
+    TraceWriter(ring).mark("not yet in the lake")
+    message = str(unknown(lake, "ab" * 16, tmp_path))
+    assert "1 frames wait" in message
+    assert "is `inferloop collect` running?" in message
+    ring.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90s", NOW - timedelta(seconds=90)),
+        (" 10 m", NOW - timedelta(minutes=10)),
+        ("1.5h", NOW - timedelta(minutes=90)),
+        ("2d", NOW - timedelta(days=2)),
+        ("2026-01-31", datetime(2026, 1, 31)),
+        ("2026-01-31T12:00+02:00", datetime(2026, 1, 31, 10)),
+    ],
+)
+def test_since_is_an_age_or_a_date(text: str, expected: datetime) -> None:
+    assert parse_since(text, NOW) == expected
+
+
+@pytest.mark.parametrize("text", ["", "10", "yesterday", "-5m", "10w"])
+def test_another_since_is_refused(text: str) -> None:
+    with pytest.raises(WhyError, match="90s, 10m, 2h, 1d"):
+        parse_since(text, NOW)
+
+
+def test_times_read_well_and_names_steer_no_terminal() -> None:
+    assert [duration(ms) for ms in (0.1234, 3.6, 99.9, 1234.5, 61_000)] == [
+        "0.123 ms",
+        "3.6 ms",
+        "99.9 ms",
+        "1,234 ms",
+        "61.0 s",
+    ]
+    assert plain("a\x1b[31mb") == "a\N{REPLACEMENT CHARACTER}[31mb"
+
+
+def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "INFERLOOP_HOME": str(home),
+        "INFERLOOP_RING_DIR": str(home / "rings"),
+        "COLUMNS": "120",
+    }
+    command = [sys.executable, "-m", "cli", "why", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_a_report_or_json(
+    home: Path, lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    identity: UUID = stages["gap: device"].players[SUBJECT].request_id
+    report = run(home, f"chatcmpl-{identity.hex}")
+    assert report.returncode == 0, report.stderr
+    assert "device slow: device time 29.6 ms" in " ".join(report.stdout.split())
+    answer = json.loads(run(home, identity.hex[:12], "--json").stdout)
+    assert answer["request"]["request_id"] == identity.hex
+    assert answer["slow"][-1]["cause"] == "device slow"
+    assert answer["lost_ms"]["device slow"] == pytest.approx(LOST_MS, rel=0.1)
+    assert len(answer["gaps_ms"]) == answer["request"]["output_tokens"] - 1
+    first, _ = run(home, "--slowest", "2", "--by", "gap", "--json").stdout.splitlines()
+    assert json.loads(first)["slow"][-1]["cause"] == "preempted"
+
+
+def test_the_commands_errors_are_clear(home: Path, tmp_path: Path) -> None:
+    missing = run(home, "ab" * 16)
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("inferloop: no request 'abab")
+    nowhere = run(tmp_path, "ab" * 16)
+    assert nowhere.returncode == 1
+    assert "there is no trace lake" in nowhere.stderr
+    assert run(home).returncode == 2
+    assert run(home, "ab" * 16, "--slowest", "3").returncode == 2
+    assert run(home, "ab" * 16, "--by", "gap").returncode == 2
+    none = run(home, "--slowest", "3", "--since", "2100-01-01")
+    assert (none.returncode, "no request since 2100" in none.stderr) == (1, True)
+
+
+def test_a_subject_whose_counts_are_unknown_is_shown(
+    lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
+) -> None:
+    found = of(lake, stages["proxy"])
+    values = {**found.subject.__dict__, "prompt_tokens": None, "cached_tokens": None}
+    text = screen(Explanation(Subject(**values), found.gaps_ms, found.slow))
+    assert "unknown prompt tokens, 122 output tokens" in text
+    assert "tiny on proxy" in text
+    assert "the upstream's steps are not visible" in text
