@@ -95,10 +95,12 @@ class GpuMonitor:
     def __init__(self, devices: str | None, *, period_s: float = 1.0) -> None:
         self._command = [sys.executable, "-m", "capture.gpu_process", str(period_s)]
         self._command += [] if devices is None else [devices]
+        self._period_s = period_s
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._report: dict[str, Any] = {}
+        self._heard_s = math.inf
         self._ended = ""
         self._starts = 0
         self._thread = threading.Thread(target=self._main, name="gpu-monitor", daemon=True)
@@ -137,6 +139,8 @@ class GpuMonitor:
         pending = report.get("pending")
         if pending is not None and now_s - pending[1] > SLOW_CALL_S:
             return f"{pending[0]} has not answered for more than {SLOW_CALL_S:g} s"
+        if now_s - self._heard_s > SLOW_CALL_S + self._period_s:
+            return "the process for NVML is there, but silent"
         return ""
 
     def _main(self) -> None:
@@ -176,7 +180,7 @@ class GpuMonitor:
             if not line.endswith("\n"):  # it was killed while it wrote
                 break
             report = json.loads(line)
-            now_s = time.monotonic()
+            now_s = self._heard_s = time.monotonic()
             if not report["devices"]:  # until it has read them: what its predecessor knew
                 report["devices"] = self._report.get("devices", [])
             else:

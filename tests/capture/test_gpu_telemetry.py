@@ -148,6 +148,24 @@ def test_a_killed_process_is_replaced(
     assert any("ended with status -9" in detail for _, detail in trace.events())
 
 
+def test_a_process_that_is_stopped_ages_the_figures_and_can_be_closed(
+    traced: Callable[..., Traced], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_monitor, "SLOW_CALL_S", 0.3)
+    trace = traced()
+    trace.wait(lambda: trace.of(GpuFrame))
+    assert trace.monitor.pid is not None
+    os.kill(trace.monitor.pid, signal.SIGSTOP)
+    trace.wait(lambda: trace.of(GpuFrame)[-1].age_ms > 500)
+    assert "silent" in trace.of(GpuFrame)[-1].unavailable
+    os.kill(trace.monitor.pid, signal.SIGCONT)
+    trace.wait(lambda: trace.of(GpuFrame)[-1].age_ms < 300)
+    os.kill(trace.monitor.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    trace.telemetry.close()
+    assert time.monotonic() - began < 3
+
+
 def test_a_lost_device_is_said_and_its_old_figures_go(
     traced: Callable[..., Traced], world: NvmlWorld
 ) -> None:
