@@ -106,7 +106,8 @@ SELECT position, latency_us, step_us FROM (
 """
 FLOOR = """
 SELECT t.position, t.latency_us, s.forward_us
-FROM requests AS r JOIN tokens AS t USING (engine_id, slot) JOIN steps AS s USING (engine_id, step_id)
+FROM requests AS r JOIN tokens AS t USING (engine_id, slot)
+    JOIN steps AS s USING (engine_id, step_id)
 WHERE r.request_id = ? ORDER BY t.position
 """
 
