@@ -6,7 +6,7 @@ Not for values that come one by one: the library's own histogram does those.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from prometheus_client.core import HistogramMetricFamily
@@ -26,16 +26,19 @@ class ArrayHistogram(Collector):
         self._sum = 0.0
         self._exemplars: list[Exemplar | None] = [None] * len(self._counts)
 
-    def observe(self, values: np.ndarray) -> None:
-        """Count `values`, a one-dimensional array in the metric's unit."""
+    def observe(
+        self, values: np.ndarray, labels_of: Callable[[int], dict[str, str]] | None = None
+    ) -> None:
+        """Count `values`, a one-dimensional array in the metric's unit. The largest becomes its
+        bucket's exemplar, with the labels that `labels_of` gives for its index."""
         places = np.searchsorted(self._bounds, values)
         self._counts += np.bincount(places, minlength=len(self._counts))
         self._sum += float(values.sum())
-
-    def exemplify(self, value: float, labels: dict[str, str]) -> None:
-        """Name a value that was just counted: its bucket shows these labels from now on."""
-        place = int(np.searchsorted(self._bounds, value))
-        self._exemplars[place] = Exemplar(labels, value, time.time())
+        if labels_of is not None and len(values):
+            largest = int(values.argmax())
+            self._exemplars[places[largest]] = Exemplar(
+                labels_of(largest), float(values[largest]), time.time()
+            )
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The family in Prometheus' cumulative form."""

@@ -89,12 +89,9 @@ class EngineMetrics:
         self._iteration_tokens.observe(np.array([step.tokens]))
         self._generation_tokens.inc(int(drawn.sum()))
         rows = np.flatnonzero(gaps)
-        if len(rows):
-            gaps_s = latency_us[rows] / 1e6
-            self._inter_token_latency.observe(gaps_s)
-            slowest = int(gaps_s.argmax())
-            exemplar = _exemplar(step.requests[rows[slowest]])
-            self._inter_token_latency.exemplify(float(gaps_s[slowest]), exemplar)
+        self._inter_token_latency.observe(
+            latency_us[rows] / 1e6, lambda index: _exemplar(step.requests[rows[index]])
+        )
 
     def admitted(self, request: Request) -> None:
         """A request's first admission; a recomputation after preemption is not counted again."""

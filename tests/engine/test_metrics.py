@@ -117,8 +117,7 @@ def test_the_format_is_the_one_asked_for(accept: str, openmetrics: bool) -> None
 
 def test_plain_text_has_no_exemplars() -> None:
     histogram = ArrayHistogram("inferloop:x_seconds", "X.", (1.0, 2.0), {"engine": "0"})
-    histogram.observe(np.array([0.5, 1.5, 9.0]))
-    histogram.exemplify(9.0, {"request_id": "ab"})
+    histogram.observe(np.array([0.5, 9.0, 1.5]), lambda index: {"request_id": "xaby"[index:][:2]})
     registry = CollectorRegistry()
     registry.register(histogram)
     plain = render(registry, "")[0].decode()
