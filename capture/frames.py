@@ -107,8 +107,12 @@ class TraceWriter:
     def engine(self, info: dict[str, Any]) -> None:
         """Describe the engine: fingerprint, model, configuration, kernel variants.
 
-        Raises FrameTooLargeError when the JSON is over the ring's frame limit.
+        Model and fingerprint go into the ring's header, too. Raises FrameTooLargeError when the
+        JSON is over the ring's frame limit.
         """
+        names = [str(info.get(key, "unknown")) for key in ("model", "fingerprint")]
+        with self._ring.lock:
+            self._ring.label(*names)
         self._append(FrameType.ENGINE, json.dumps(info, default=str).encode())
 
     def request(

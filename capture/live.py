@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from capture.decode import (
-    EngineFrame,
     EventFrame,
     FinishFrame,
     Frame,
@@ -80,7 +79,6 @@ class LiveSnapshot:
     this view began; `sampled_share`: part of the window's tokens that the percentiles saw.
     """
 
-    info: dict[str, Any] | None
     window_s: float
     running: int
     waiting: int
@@ -131,7 +129,6 @@ class LiveEngine:
         self._complete_from_ns = started_ns
         self._oldest_ns = started_ns  # of the slices that lie in the window as a whole
         self._tenants: dict[int, str] = {}
-        self._info: dict[str, Any] | None = None
         self._step: Any = None
         self._step_ns = 0
         self._events: deque[LiveEvent] = deque(maxlen=LAST_EVENTS)
@@ -179,7 +176,6 @@ class LiveEngine:
         idle = now_ns - self._step_ns > IDLE_NS and not self._tenants
         step = self._step
         return LiveSnapshot(
-            info=self._info,
             window_s=window_s,
             running=0 if step is None or idle else int(step["running"]),
             waiting=0 if step is None or idle else int(step["waiting"]),
@@ -278,8 +274,6 @@ class LiveEngine:
 
     def _add_frame(self, frame: Frame) -> None:
         match frame:
-            case EngineFrame():
-                self._info = frame.info
             case RequestFrame():
                 if len(self._tenants) >= MAX_REQUESTS:  # their ends were lost
                     del self._tenants[next(iter(self._tenants))]

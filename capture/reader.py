@@ -13,19 +13,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
 from capture.errors import RingError, RingFormatError
+from capture.frame_check import FoundFrame, check_frame
 from capture.liveness import Liveness, is_locked, liveness
 from capture.ring import (
     ALIGNMENT,
     CLOSED,
     FRAME_DTYPE,
-    FRAME_HEADER,
     FRAME_HEADER_BYTES,
     FRAME_MAGIC,
     FRAMES,
@@ -38,6 +36,7 @@ from capture.ring import (
     TOKENS,
     RingHeader,
 )
+from capture.ring_label import LABEL_BYTES, LABEL_OFFSET, unpack_label
 
 READ_BYTES = 4 << 20
 STALL_S = 1.0
@@ -173,6 +172,11 @@ class RingReader:
     @property
     def lag_bytes(self) -> int:
         return max(0, self.written_bytes - self.cursor.position)
+
+    @property
+    def label(self) -> dict[str, str] | None:
+        """Model and build fingerprint of the engine; None when the writer has not said them."""
+        return unpack_label(bytes(self._bytes[LABEL_OFFSET : LABEL_OFFSET + LABEL_BYTES]))
 
     def writer_alive(self) -> bool:
         """Whether the engine still writes; also true of one that is stopped or out of sight."""
@@ -371,32 +375,6 @@ class RingReader:
                     return found
             start += count * ALIGNMENT
         return None
-
-
-class FoundFrame(NamedTuple):
-    """The header fields of a frame that checked out."""
-
-    sequence: int
-    position: int
-    tokens_before: int
-    length: int
-    tokens: int
-    kind: int
-
-
-def check_frame(buffer: bytes | memoryview, at: int, position: int) -> FoundFrame | None:
-    """The frame at offset `at` if it is whole and says that it belongs at `position`."""
-    fields = FRAME_HEADER.unpack_from(buffer, at)
-    checksum, sequence, own, _, before, length, _, tokens, kind, _, magic, _ = fields
-    if own != position or magic != FRAME_MAGIC or length < FRAME_HEADER_BYTES:
-        return None
-    covered = FRAME_HEADER_BYTES if kind == PADDING else length
-    if at + covered > len(buffer):
-        return None
-    view = memoryview(buffer)[at + 8 : at + covered]
-    if xxh3_64_intdigest(view, sequence) != checksum:
-        return None
-    return FoundFrame(sequence, position, before, length, tokens, kind)
 
 
 _EMPTY = FrameBatch(np.empty(0, FRAME_DTYPE), np.empty(0, np.int64), np.empty(0, np.uint8))

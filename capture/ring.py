@@ -6,8 +6,6 @@ The engine imports this module and `capture.frames`, nothing else of the package
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -30,9 +28,10 @@ from capture.errors import (
     RingFormatError,
     RingIncompleteError,
     RingInUseError,
-    RingSpaceError,
 )
-from capture.liveness import ProcessIdentity, is_locked
+from capture.liveness import ProcessIdentity
+from capture.ring_label import LABEL_OFFSET, pack_label
+from capture.ring_space import allocate, why_in_use
 
 MAGIC = b"INFLRING"
 FORMAT_VERSION = 1
@@ -211,10 +210,10 @@ class RingWriter:
                 f"a ring of {capacity_bytes} bytes is too small: {MIN_CAPACITY} at least"
             )
         if path.exists():
-            raise RingInUseError(_in_use(path))
+            raise RingInUseError(why_in_use(path))
         header = _new_header(capacity, engine_id)
         temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-        descriptor = _allocate(temporary, HEADER_BYTES + capacity)
+        descriptor = allocate(temporary, HEADER_BYTES + capacity)
         writer = None
         try:
             os.pwrite(descriptor, header.pack(), 0)
@@ -226,7 +225,7 @@ class RingWriter:
             else:
                 writer._let_go()
             if isinstance(error, FileExistsError):
-                raise RingInUseError(_in_use(path)) from None
+                raise RingInUseError(why_in_use(path)) from None
             raise RingError(f"cannot create the ring {path}: {error.strerror}") from error
         finally:
             temporary.unlink(missing_ok=True)
@@ -276,6 +275,11 @@ class RingWriter:
         counters[FRAMES] = self._frames
         counters[TOKENS] = self._tokens
         counters[TAIL] = tail
+
+    def label(self, model: str, fingerprint: str) -> None:
+        """Say in the file's header whose ring this is: its ENGINE frame will be overwritten."""
+        data = pack_label(model, fingerprint)
+        self._bytes[LABEL_OFFSET : LABEL_OFFSET + len(data)] = data
 
     def append(self, kind: int, schema: int, payload: bytes, records: int = 1) -> None:
         """Write one whole frame that holds no tokens."""
@@ -351,43 +355,6 @@ def _new_header(capacity: int, engine_id: UUID) -> RingHeader:
         anchor_wall_ns=wall,
         pid_namespace=writer.namespace,
     )
-
-
-def _allocate(path: Path, size: int) -> int:
-    """Create `path` with all its blocks and lock it; returns the descriptor."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    except OSError as error:
-        raise RingError(f"cannot create a ring in {path.parent}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # first: unlocked, it is what a dead process left
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        os.close(descriptor)
-        path.unlink(missing_ok=True)
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise RingError(f"cannot allocate a ring in {path.parent}: {error.strerror}") from error
-        stat = os.statvfs(path.parent)
-        raise RingSpaceError(
-            f"no room for a ring of {size >> 20} MiB in {path.parent} ({error.strerror}, "
-            f"{stat.f_bavail * stat.f_frsize >> 20} MiB free): set INFERLOOP_RING_MIB lower or "
-            "INFERLOOP_RING_DIR to another place"
-        ) from error
-    return descriptor
-
-
-def _in_use(path: Path) -> str:
-    """Why the ring at `path` cannot be created."""
-    way_out = "let `inferloop collect` drain and remove it, or start under a new engine id"
-    try:
-        with path.open("rb") as file:
-            held = is_locked(file.fileno())
-    except OSError:
-        held = None
-    if held:
-        return f"the ring {path} is being written by another process: every engine needs its own"
-    return f"the ring {path} exists, its writer is gone: {way_out}"
 
 
 _writers: weakref.WeakSet[RingWriter] = weakref.WeakSet()

@@ -23,8 +23,6 @@ from capture.reader import FrameBatch, RingReader
 from capture.ring import FORMAT_VERSION, RingHeader
 from capture.ring_files import ARCHIVE_SUFFIX, opened_ring, ring_files
 
-HEAD_BYTES = 64 << 10
-
 
 @dataclass(frozen=True)
 class Rates:
@@ -86,6 +84,7 @@ class RingReport:
     path: str
     format_version: int
     header: RingHeader
+    label: dict[str, str] | None
     alive: bool
     writer: str
     written_frames: int
@@ -135,6 +134,7 @@ def inspect(path: Path, *, window_s: float, last: int) -> RingReport:
             path=str(path),
             format_version=FORMAT_VERSION,
             header=header,
+            label=reader.label,
             alive=state.alive,
             writer=state.reason,
             written_frames=written[0],
@@ -267,7 +267,6 @@ def _summary(path: Path) -> RingSummary:
         return RingSummary(str(path), name, problem=str(error))
     try:
         state, header = reader.writer_state(), reader.header
-        info = _engine_info(reader.read(HEAD_BYTES))
         return RingSummary(
             path=str(path),
             name=name,
@@ -279,7 +278,7 @@ def _summary(path: Path) -> RingSummary:
             fill=min(1.0, reader.written_bytes / header.capacity),
             frames=reader.written[0],
             tokens=reader.written[1],
-            model=None if info is None else str(info.get("model")),
+            model=(reader.label or {}).get("model"),
             readers=tuple(reader_lags(path, reader)),
         )
     finally:

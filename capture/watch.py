@@ -29,6 +29,8 @@ class EngineView:
     view's own."""
 
     engine_id: str
+    model: str | None
+    build: str | None
     pid: int
     anchor_monotonic_ns: int
     anchor_wall_ns: int
@@ -161,11 +163,14 @@ class _Watched:
 
     def view(self) -> EngineView:
         reader, header = self._reader, self._reader.header
+        label = reader.label or {}
         ended = None if self._ended_s is None else time.monotonic() - self._ended_s
         lags = reader_lags(reader.path, reader)
         others = [lag for lag in lags if not self._attendance.is_own(lag.name, lag.pid)]
         return EngineView(
             engine_id=str(header.engine_id),
+            model=label.get("model"),
+            build=label.get("fingerprint"),
             pid=header.pid,
             anchor_monotonic_ns=header.anchor_monotonic_ns,
             anchor_wall_ns=header.anchor_wall_ns,

@@ -71,7 +71,7 @@ def _facts(report: RingReport) -> Table:
     for name, value in (
         ("ring", one_line(report.path)),
         ("engine", f"{header.engine_id}, created {_moment(header.anchor_wall_ns)} UTC"),
-        ("model", _model(scan)),
+        ("model", _model(report)),
         ("writer", _state(report.alive, report.writer, header.pid)),
         ("format", f"version {report.format_version}, {size(header.capacity)}, "
                    f"frames up to {size(header.frame_limit)}"),
@@ -87,11 +87,10 @@ def _facts(report: RingReport) -> Table:
     return table
 
 
-def _model(scan: Scan) -> str:
-    if scan.engine is None:
-        return "not known: its ENGINE frame was overwritten"
-    build = str(scan.engine.get("fingerprint", "unknown"))[:12]
-    return one_line(f"{scan.engine.get('model', 'unknown')}, build {build}")
+def _model(report: RingReport) -> str:
+    if report.label is None:
+        return "not known: the writer has not said it"
+    return one_line(f"{report.label['model']}, build {report.label['fingerprint'][:12]}")
 
 
 def _rates(report: RingReport) -> str:

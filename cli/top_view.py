@@ -51,9 +51,8 @@ def watch_view(view: WatchView, rows: int | None = None) -> RenderableType:
 
 
 def _title(engine: EngineView) -> Text:
-    info = engine.live.info or {}
-    model = one_line(str(info.get("model", "model not known")), 60)
-    build = one_line(str(info.get("fingerprint", "not known"))[:12])
+    model = one_line(engine.model or "model not known", 60)
+    build = one_line(engine.build or "not known")[:12]
     title = Text.assemble((model, "bold"), f"  build {build}  engine {engine.engine_id[:8]}  ")
     if engine.ended_ago_s is None:
         title.append(f"pid {engine.pid}", "green")

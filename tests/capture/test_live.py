@@ -183,7 +183,6 @@ def test_events_preemptions_marks_and_devices(tape: Tape) -> None:
     nan = float("nan")
     tape.at(3).gpu(index=1, values=[nan] * 9, unavailable="no driver")
     tape.at(3).memory(index=-1, values=[2.0**30, *[nan] * 5], unavailable="")
-    tape.at(3).engine({"model": "tiny"})
     view = shown(engine(), tape, 4)
     assert view.preemptions == 12
     assert len(view.events) == 8
@@ -191,7 +190,6 @@ def test_events_preemptions_marks_and_devices(tape: Tape) -> None:
     assert view.events[-1].at_ns == START + 3 * SECOND
     assert view.devices == ["GPU 1: not available: no driver"]
     assert view.memory == ["resident 1,024 MiB"]
-    assert view.info == {"model": "tiny"}
 
 
 def test_frames_that_cannot_be_decoded_are_counted(tape: Tape) -> None:

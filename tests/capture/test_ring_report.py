@@ -308,3 +308,22 @@ def test_a_cursor_from_the_future_is_no_negative_lag(tmp_path: Path) -> None:
     Attendance(ring.path, "x").report(Cursor(10**6, 10**6, 10**9), 0)
     [lag] = inspect(ring.path, window_s=0, last=0).readers
     assert (lag.lag_bytes, lag.lag_frames, lag.lag_tokens) == (0, 0, 0)
+
+
+def test_the_label_outlives_the_engine_frame(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path, MIN_CAPACITY)
+    reader = RingReader(ring.path)
+    assert reader.label is None
+    trace = TraceWriter(ring)
+    trace.engine({"model": "\x00" * 500, "fingerprint": "\u00e4" * 500})
+    assert reader.label == {"model": "\x00" * 128, "fingerprint": "\u00e4" * 128}
+    for step_id in range(2000):
+        write_step(trace, step_id, 1)
+    report = inspect(ring.path, window_s=0, last=0)
+    assert report.scan.engine is None
+    assert report.label == reader.label
+    ring.close()
+    with ring.path.open("r+b") as file:
+        file.seek(2048 + 20)
+        file.write(b"\xff")
+    assert RingReader(ring.path).label is None

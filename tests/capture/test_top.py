@@ -197,7 +197,7 @@ def test_one_picture_for_scripts(tmp_path: Path, rings: Path) -> None:
     document = json.loads(inferloop(tmp_path, "top", "--once", "--json").stdout)
     [shown] = document["engines"]
     assert shown["live"]["itl"]["count"] == 76
-    assert shown["live"]["info"]["model"] == "tiny"
+    assert (shown["model"], shown["build"]) == ("tiny", "f00d")
     assert shown["readers"][0]["lag_bytes"] == reader.lag_bytes
     assert abs(shown["live"]["events"][0]["at_ns"] - time.time_ns()) < 60e9
     result = inferloop(tmp_path, "top")  # not on a terminal: the same as --once
