@@ -114,7 +114,8 @@ def _watch(session: QuerySession, text: str, every_s: float, form: Format, rows:
 
 
 def _once(session: QuerySession, text: str, form: Format, output: Path | None, rows: int) -> None:
-    from capture.console.output import opened, write
+    from capture.atomic_file import opened
+    from capture.console.output import write
 
     with session.run(text) as reader:
         if output is None:

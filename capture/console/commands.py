@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.console.output import Format, OutputError
+from capture.atomic_file import OutputError
+from capture.console.output import Format
 from capture.schema import TABLES, Column
 from capture.views import VIEWS
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
-
-from capture.errors import CaptureError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,10 +27,6 @@ class Format(StrEnum):
     parquet = "parquet"
     markdown = "markdown"
     line = "line"
-
-
-class OutputError(CaptureError):
-    """A result cannot be written where it should go."""
 
 
 class Written(NamedTuple):
@@ -62,26 +54,6 @@ def write(
     else:
         _WRITERS[form](batches, stream)
     return Written(batches.written, batches.more)
-
-
-@contextmanager
-def opened(output: Path) -> Iterator[IO[bytes]]:
-    """A file to write that is there whole or not at all. Raises OutputError."""
-    try:
-        if output.exists() and not output.is_file():  # /dev/null, a pipe: nothing to put there
-            with output.open("wb") as file:
-                yield file
-            return
-        output = output.resolve()  # a link goes on pointing where it does
-        temporary = output.with_name(f".{output.name}.part")
-        try:
-            with temporary.open("wb") as file:
-                yield file
-            temporary.replace(output)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {output}: {error.strerror or error}") from error
 
 
 class _Limited:

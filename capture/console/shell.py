@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from capture.atomic_file import OutputError, opened
 from capture.console.completion import SqlCompleter, Vocabulary, read_vocabulary
-from capture.console.output import Format, OutputError, one_line, opened, write
+from capture.console.output import Format, one_line, write
 from capture.errors import CaptureError, QueryError
 from capture.query import QuerySession
 
