@@ -22,6 +22,7 @@ GENERATED = (
 """Where an event carries what the model wrote; `content` and `text` are the answer's text."""
 
 NO_TOKEN = 0xFFFFFFFF
+LARGEST_COUNT = 1 << 31
 OBJECT_BYTES = 32
 """What a number in a list takes."""
 
@@ -202,7 +203,7 @@ def _usage(value: object) -> dict[str, int] | None:
         "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else 0,
     }
     counts = {name: 0 if count is None else count for name, count in counts.items()}
-    fits = all(type(count) is int and 0 <= count < NO_TOKEN for count in counts.values())
+    fits = all(type(count) is int and 0 <= count < LARGEST_COUNT for count in counts.values())
     return counts if fits else None
 
 

@@ -56,6 +56,7 @@ def run_proxy(
 ) -> None:
     """Serve on `listener` until SIGINT or SIGTERM. Raises ProxyError, RingError or MirrorError
     when it cannot start."""
+    import httpx  # noqa: F401 - not while requests wait
     import uvloop
 
     address = parse_upstream(options.upstream)

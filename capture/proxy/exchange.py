@@ -130,7 +130,7 @@ class Exchange:
         self._client.flush()
         if self._upstream is not None:
             spent_ns = time.monotonic_ns() - self._upstream.received_ns
-            self._proxy.metrics.overhead.observe(spent_ns / 1e9)
+            self._proxy.metrics.held(spent_ns)
 
     def complete(self, trailers: Headers, *, reusable: bool) -> None:
         if self._chunked:

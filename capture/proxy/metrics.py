@@ -35,6 +35,9 @@ DURATION_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+HELD_AT_ONCE = 4096
+"""Overheads that are counted together, which costs a tenth of one after the other."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -77,11 +80,12 @@ class ProxyMetrics:
         self.in_flight = Gauge(
             "inferloop:proxy_requests_in_flight", "Requests being forwarded.", registry=registry
         )
-        self.overhead = Histogram(
+        self._held_ns: list[int] = []
+        self._overhead = WeightedHistogram(
             "inferloop:proxy_overhead_seconds",
             "From the upstream's bytes being read to their being handed to the client's socket.",
-            buckets=OVERHEAD_BUCKETS, registry=registry,
-        )  # fmt: skip
+            OVERHEAD_BUCKETS,
+        )
         self._skipped = Counter(
             "inferloop:proxy_capture_skipped", "Requests whose content was not captured, by why.",
             ["reason"], registry=registry,
@@ -105,6 +109,7 @@ class ProxyMetrics:
         self._gaps = WeightedHistogram(
             "inferloop:proxy_chunk_gap_seconds", "Time between an answer's chunks.", GAP_BUCKETS
         )
+        registry.register(self._overhead)
         registry.register(self._itl)
         registry.register(self._gaps)
 
@@ -113,6 +118,12 @@ class ProxyMetrics:
         self.in_flight.dec()
         self._requests.labels(endpoint, str(status), error_type).inc()
         self._duration.labels(endpoint).observe(duration_s)
+
+    def held(self, spent_ns: int) -> None:
+        """How long a piece of an answer was in the proxy."""
+        self._held_ns.append(spent_ns)
+        if len(self._held_ns) >= HELD_AT_ONCE:
+            self._count_held()
 
     def answered(self, time: Timeline, answer: Answer, verdict: Verdict) -> None:
         """The end of a captured request, once its answer was read."""
@@ -141,7 +152,13 @@ class ProxyMetrics:
         self.registry.register(_MirrorCounters(mirror))
 
     def exposition(self) -> bytes:
+        self._count_held()
         return generate_latest(self.registry)
+
+    def _count_held(self) -> None:
+        times = np.ones(len(self._held_ns), np.int64)
+        self._overhead.observe(np.array(self._held_ns, np.float64) / 1e9, times)
+        self._held_ns.clear()
 
 
 class _MirrorCounters(Collector):

@@ -14,6 +14,7 @@ import pydantic_core
 import xxhash
 
 STOPS_KEPT = 64
+LARGEST_COUNT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
     """What the client set, where it is what a traffic record takes."""
     found: dict[str, Any] = {}
     for name in ("max_completion_tokens", "max_tokens"):
-        if _is_integer(fields.get(name), 1):
+        if _is_integer(fields.get(name), 1) and fields[name] < LARGEST_COUNT:
             found.setdefault("max_tokens", fields[name])
     if _is_number(fields.get("temperature"), 0.0, math.inf):
         found["temperature"] = fields["temperature"]

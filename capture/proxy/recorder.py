@@ -100,7 +100,7 @@ class Recorder:
                 arrival_ns=seen.time.arrival_ns,
                 prompt_tokens=NONE if ids is None else len(ids),
                 cached_tokens=NONE,
-                max_tokens=min(question.sampling.get("max_tokens", NONE), NONE),
+                max_tokens=question.sampling.get("max_tokens", NONE),
                 priority=caller.priority,
                 adjustment=0,
                 tenant=caller.tenant,

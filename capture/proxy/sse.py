@@ -11,6 +11,8 @@ import codecs
 import re
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_ONE_EVENT = re.compile(rb"data: ([^\r\n]+)\n\n")
+"""What nearly every piece is."""
 
 
 class EventStream:
@@ -28,6 +30,10 @@ class EventStream:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The events that `piece` completes."""
+        if not self._event_bytes and not self._at_start and not self._after_cr:
+            whole = _ONE_EVENT.fullmatch(piece)
+            if whole is not None and len(piece) <= self._limit:
+                return [whole[1]]
         if self._after_cr and piece:
             piece = piece.removeprefix(b"\n")
             self._after_cr = False

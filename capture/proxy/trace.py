@@ -17,6 +17,11 @@ from capture.frames import NONE, Phase, TraceWriter
 
 log = logging.getLogger("inferloop.proxy")
 
+TOKEN_COLUMNS = ("slots", "positions", "token_ids", "phases", "latency_us", "logprobs")
+UNKNOWN_TIMES = dict.fromkeys(
+    ("schedule_us", "prepare_us", "forward_us", "sample_us", "device_us"), math.nan
+)
+
 
 class ProxyTrace:
     """The proxy's frames. `failure` says why it has stopped, None while it works."""
@@ -66,9 +71,9 @@ class ProxyTrace:
         """Write the tokens since the last flush as a step; `waiting` requests have none yet."""
         if not self._rows:
             return
-        slots, positions, token_ids, phases, latency_us, logprobs = zip(*self._rows, strict=True)
+        columns = np.array(self._rows).T  # float64 holds a u32 exactly
+        count = len(self._rows)
         self._rows.clear()
-        count = len(slots)
         step: dict[str, Any] = {
             "step_id": self._steps,
             "start_ns": self._step_ns,
@@ -80,16 +85,10 @@ class ProxyTrace:
             "kv_total": 0,
             "prefix_hit_tokens": 0,
             "graph_bucket": -1,
-            "slots": np.array(slots, np.uint32),
-            "positions": np.array(positions, np.uint32),
-            "token_ids": np.array(token_ids, np.uint32),
-            "phases": np.array(phases, np.uint32),
-            "latency_us": np.array(latency_us, np.float32),
-            "logprobs": np.array(logprobs, np.float32),
+            **dict(zip(TOKEN_COLUMNS, columns, strict=True)),
             "margins": np.full(count, math.nan, np.float32),
             "kv_blocks": np.zeros(count, np.uint32),
+            **UNKNOWN_TIMES,
         }
-        for name in ("schedule", "prepare", "forward", "sample", "device"):
-            step[f"{name}_us"] = math.nan
         self._steps += 1
         self.write(lambda writer: writer.step(**step))

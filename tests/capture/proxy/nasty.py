@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Awaitable, Callable
@@ -109,7 +110,8 @@ def usage_event(prompt: int, completion: int) -> bytes:
 class Nasty:
     """The server. Set `script` before a request; `seen` collects the requests' heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.script: Script = answer_hello
         self.seen: list[Conversation] = []
         self.connections = 0
@@ -121,7 +123,7 @@ class Nasty:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -129,7 +131,7 @@ class Nasty:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        starting = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
+        starting = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20, ssl=self._tls)
         server = self._loop.run_until_complete(starting)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
@@ -147,7 +149,7 @@ class Nasty:
                 talk = Conversation(head[:-4], reader, writer)
                 self.seen.append(talk)
                 await self.script(talk)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
         finally:
             writer.close()

@@ -22,13 +22,14 @@ from capture.reader import RingReader
 class ProxyProcess:
     """A running proxy with a home of its own."""
 
-    def __init__(self, upstream: str, home: Path, *options: str) -> None:
+    def __init__(self, upstream: str, home: Path, *options: str, **variables: str) -> None:
         self.home = home
         self.rings = home / "rings"
         environment = os.environ | {
             "INFERLOOP_HOME": str(home),
             "INFERLOOP_RING_DIR": str(self.rings),
             "INFERLOOP_RING_MIB": "8",
+            **variables,
         }
         command = [
             *(sys.executable, "-m", "cli", "proxy", "--upstream", upstream),

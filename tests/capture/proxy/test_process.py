@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -119,8 +121,8 @@ def test_stop_finishes_what_is_in_flight_and_the_lake_has_it(
     thread = stream(proxy, got, **{"X-Tenant": "acme"})
     wait_for(lambda: len(got) >= 2)
     proxy.process.send_signal(signal.SIGTERM)
-    with pytest.raises(OSError, match="refused"):
-        wait_for(lambda: raw(proxy.port, b"GET / HTTP/1.1\r\nHost: h\r\n\r\n") and None)
+    with pytest.raises(ConnectionRefusedError):
+        wait_for(lambda: socket.create_connection(("127.0.0.1", proxy.port)).close())
     gate.set()
     thread.join(10)
     assert proxy.process.wait(10) == 0
@@ -196,6 +198,38 @@ def test_upstream_that_is_down(tmp_path: Path) -> None:
     (record,) = wait_for(proxy.records)
     assert (record["status"], record["error_type"]) == (502, "upstream_error")
     assert proxy.stop() == 0
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    files = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = [
+        *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+        *("-subj", "/CN=local", "-addext", "subjectAltName=IP:127.0.0.1"),
+        *("-out", str(files[0]), "-keyout", str(files[1])),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+def test_upstream_over_tls(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(*certificate)
+    upstream = Nasty(tls)
+    trusting = ProxyProcess(upstream.url, tmp_path / "a", SSL_CERT_FILE=str(certificate[0]))
+    for _ in range(2):
+        answer = raw(trusting.port, b"GET /x HTTP/1.1\r\nHost: mine\r\nConnection: close\r\n\r\n")
+        assert answer.endswith(b"hello")
+    assert upstream.seen[-1].header("host") == upstream.url.removeprefix("https://")
+    doubting = ProxyProcess(upstream.url, tmp_path / "b")
+    answer = raw(doubting.port, b"GET /x HTTP/1.1\r\nHost: mine\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 502 ")
+    assert b"certificate" in answer
+    assert (trusting.stop(), doubting.stop()) == (0, 0)
+    upstream.close()
 
 
 def test_trace_that_fails_later_does_not_stop_the_forwarding(
