@@ -84,9 +84,9 @@ class LiveServer:
 @contextmanager
 def live_server(runner: Any = None, **options: Any) -> Iterator[LiveServer]:
     """Serve until the block ends; `template` and `is_mirrored` go to the app, other options to
-    `Engine`. The model's name is "fake" whatever it is."""
+    `Engine`. The model's name is "fake" whatever it is. `writer`: a `TraceWriter` to trace into."""
     runner = runner or FakeRunner()
-    writer = RecordingWriter()
+    writer = options.pop("writer", None) or RecordingWriter()
     records: list[dict[str, Any]] = []
     is_mirrored = options.pop("is_mirrored", None)
     template = options.pop("template", PlainTemplate())
