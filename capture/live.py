@@ -75,8 +75,9 @@ class LiveSnapshot:
     """An engine's last `window_s` seconds. Rates count lost and skipped tokens, percentiles not.
 
     `prefix_hit_share`: of the prompt tokens that had to be there, those not computed. KV figures
-    are blocks. `skipped_tokens` were passed over to keep up, `lost_tokens` overwritten, both since
-    this view began; `sampled_share`: part of the window's tokens that the percentiles saw.
+    are blocks; `step_age_s`: since the last step. `skipped_tokens` were passed over to keep up,
+    `lost_tokens` overwritten, both since this view began; `sampled_share`: part of the window's
+    tokens that the percentiles saw.
     """
 
     window_s: float
@@ -84,6 +85,7 @@ class LiveSnapshot:
     waiting: int
     kv_used: int
     kv_total: int
+    step_age_s: float | None
     steps_per_s: float
     tokens_per_s: float
     ttft: Percentiles
@@ -181,6 +183,7 @@ class LiveEngine:
             waiting=0 if step is None or idle else int(step["waiting"]),
             kv_used=0 if step is None else int(step["kv_used"]),
             kv_total=0 if step is None else int(step["kv_total"]),
+            step_age_s=None if step is None else max(0.0, (now_ns - self._step_ns) / 1e9),
             steps_per_s=sum(piece.steps for piece in slices) / window_s,
             tokens_per_s=(tokens + missed) / window_s,
             ttft=_percentiles([us for piece in slices for us in _joined(piece.ttft_us)]),

@@ -107,6 +107,7 @@ class RingSummary:
     problem: str | None = None
     pid: int = 0
     alive: bool = False
+    closed: bool = False
     writer: str = ""
     created_ns: int = 0
     capacity_bytes: int = 0
@@ -272,6 +273,7 @@ def _summary(path: Path) -> RingSummary:
             name=name,
             pid=header.pid,
             alive=state.alive,
+            closed=reader.closed_by_writer,
             writer=state.reason,
             created_ns=header.anchor_wall_ns,
             capacity_bytes=header.capacity,

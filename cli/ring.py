@@ -31,7 +31,7 @@ def list_rings(as_json: AsJson = False) -> None:
     """
     from capture.ring_report import summaries
     from capture.settings import Settings
-    from cli.ring_view import rings_table
+    from cli.ring_view import rings_view
     from cli.screen import show
 
     settings = Settings()
@@ -39,7 +39,7 @@ def list_rings(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(summary) for summary in found], indent=2))
     elif found:
-        show(rings_table(found))
+        show(rings_view(found))
     else:
         typer.echo(f"no ring in {settings.rings}; `inferloop serve` starts an engine with one")
 

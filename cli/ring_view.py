@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,6 +17,8 @@ from capture.frame_text import FrameLine
 from capture.ring_report import ReaderLag, RingReport, RingSummary, Scan
 from cli.screen import one_line, size, span
 
+ENGINE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
 
 def as_document(report: RingReport) -> dict[str, Any]:
     """The report with identifiers as text; the clocks' anchors are ns, times of frames UTC ns."""
@@ -27,31 +30,30 @@ def as_document(report: RingReport) -> dict[str, Any]:
     return document
 
 
-def rings_table(found: Sequence[RingSummary]) -> RenderableType:
-    """One line per ring."""
+def rings_view(found: Sequence[RingSummary]) -> RenderableType:
+    """One line per ring, and what is wrong with the files that are none."""
     table = _table("engine", "state", "model", "created (UTC)", "size", "fill", "frames", "tokens",
                    "readers")  # fmt: skip
     for ring in found:
-        if ring.problem is not None:
-            _add(table, one_line(ring.name), Text(one_line(ring.problem), style="yellow"))
-            continue
-        if not ring.capacity_bytes:
-            created = _moment(ring.created_ns)
-            _add(table, ring.name, Text(ring.writer, style="red"), "", created)
-            continue
-        _add(
-            table,
-            one_line(ring.name),
-            _state(ring.alive, ring.writer, ring.pid),
-            one_line(ring.model or "not known"),
-            _moment(ring.created_ns),
-            size(ring.capacity_bytes),
-            f"{ring.fill:.0%}",
-            f"{ring.frames:,}",
-            f"{ring.tokens:,}",
-            ", ".join(f"{one_line(r.name)} {r.share:.0%} behind" for r in ring.readers) or "none",
-        )
-    return table
+        if ring.problem is None and not ring.capacity_bytes:
+            _add(
+                table, _short(ring.name), Text("archived", "red"), "", _moment(ring.created_ns)[:-3]
+            )
+        elif ring.problem is None:
+            _add(
+                table,
+                _short(ring.name),
+                _short_state(ring),
+                one_line(ring.model or "not known"),
+                _moment(ring.created_ns)[:-3],
+                size(ring.capacity_bytes),
+                f"{ring.fill:.0%}",
+                f"{ring.frames:,}",
+                f"{ring.tokens:,}",
+                ", ".join(f"{one_line(r.name)} {r.share:.0%} behind" for r in ring.readers),
+            )
+    problems = [Text(one_line(ring.problem), "yellow") for ring in found if ring.problem]
+    return Group(table, *problems) if table.row_count else Group(*problems)
 
 
 def report_view(report: RingReport) -> RenderableType:
@@ -173,6 +175,17 @@ def _add(table: Table, *cells: str | Text) -> None:
 
 def _state(alive: bool, reason: str, pid: int) -> Text:
     return Text(f"pid {pid}: {reason}", style="green" if alive else "red")
+
+
+def _short_state(ring: RingSummary) -> Text:
+    if ring.alive:
+        return Text(f"runs ({ring.pid})", "green")
+    return Text("ended") if ring.closed else Text("died", "red")
+
+
+def _short(name: str) -> str:
+    """The first digits of an engine id, which are enough to name it; other names as they are."""
+    return name[:8] if ENGINE_ID.fullmatch(name) else one_line(name)
 
 
 def _moment(wall_ns: int) -> str:

@@ -17,6 +17,7 @@ from capture.watch import EngineView, WatchView
 from cli.screen import one_line, size, span
 
 TENANT_ROWS = 10
+STUCK_S = 2.0  # of work, without a step: stopped, or a very long one
 LAG_WARNING = 0.5  # of a ring: the rest may be overwritten before it is read
 
 
@@ -84,12 +85,14 @@ def _figures(engine: EngineView) -> Table:
     return table
 
 
-def _requests(live: LiveSnapshot) -> str:
-    text = f"{live.running:,} running, {live.waiting:,} waiting"
+def _requests(live: LiveSnapshot) -> Text:
+    text = Text(f"{live.running:,} running, {live.waiting:,} waiting")
+    if live.running and live.step_age_s is not None and live.step_age_s > STUCK_S:
+        text.append(f"; no step for {span(live.step_age_s)}", "bold red")
     if live.finished:
         ended = ", ".join(f"{count:,} {reason}" for reason, count in live.finished.items())
         rate = sum(live.finished.values()) / live.window_s
-        text += f"; {rate:,.1f}/s finished ({ended})"
+        text.append(one_line(f"; {rate:,.1f}/s finished ({ended})"))
     return text
 
 

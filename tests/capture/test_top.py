@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import sys
 import threading
 import time
@@ -205,6 +206,28 @@ def test_one_picture_for_scripts(tmp_path: Path, rings: Path) -> None:
     for text in ("tiny", "TTFT", "77.0         77.0", "1 preemption", "[2J[bold]evil", "behind ("):
         assert text in result.stdout, text
     assert result.stdout.replace("\n", "").isprintable()
+
+
+@pytest.mark.kill
+def test_an_engine_that_stands_still_is_shown_as_such(
+    tmp_path: Path, rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.top_view.STUCK_S", 0.0)
+
+    def work() -> None:
+        ring = engine(rings, requests=1, steps=3)
+        write_request(TraceWriter(ring), 7)
+        ring.begin(1000)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    pid = forked(work)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        shown = inferloop(tmp_path, "top", "--once").stdout
+        assert "1 running, 0 waiting; no step for" in shown
+        assert "losses     none" in shown
+    finally:
+        kill(pid)
 
 
 def test_ctrl_c_ends_the_live_view_and_gives_the_screen_back(tmp_path: Path, rings: Path) -> None:
