@@ -119,7 +119,7 @@ def _remove_leftovers(directory: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 age_s = time.time() - os.fstat(descriptor).st_mtime
-                if is_locked(descriptor) is False and abs(age_s) > LEFTOVER_S:
+                if abs(age_s) > LEFTOVER_S and is_locked(descriptor) is False:
                     path.unlink()
             finally:
                 os.close(descriptor)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from uuid import UUID
 
 import pytest
+import zstandard
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -256,3 +259,27 @@ def test_ctrl_c_ends_the_live_view_and_gives_the_screen_back(tmp_path: Path, rin
     assert shown.rstrip().endswith((b"\x1b[?1049l\x1b[?25h", b"\x1b[?25h\x1b[?1049l"))
     assert attending(ring.path) == []
     assert discover(rings) == [ring.path]
+
+
+def shown_commands() -> list[list[str]]:
+    """Every `inferloop top` and `inferloop ring` line of the page's code blocks."""
+    page = (Path(__file__).parents[2] / "docs" / "watching.md").read_text(encoding="utf-8")
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL))
+    lines = re.findall(r"^inferloop ((?:top|ring)[^|\n]*)", blocks, re.MULTILINE)
+    return [line.split() for line in lines]
+
+
+@pytest.mark.parametrize("arguments", shown_commands(), ids=" ".join)
+def test_the_commands_of_the_page_work(
+    tmp_path: Path, rings: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_id = UUID("9d774749-4cb2-4a3d-8bde-128b9c84f123")
+    ring = new_ring(rings, engine_id=engine_id)
+    TraceWriter(ring).engine({"model": "tiny"})
+    archive = tmp_path / ".inferloop" / "crashes" / f"{engine_id}.ring.zst"
+    archive.parent.mkdir(parents=True)
+    archive.write_bytes(zstandard.compress(ring.path.read_bytes()))
+    monkeypatch.chdir(tmp_path)
+    result = inferloop(tmp_path, *arguments)
+    assert result.exit_code == 0, result.exception
+    assert "tiny" in result.stdout
