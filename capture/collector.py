@@ -65,7 +65,7 @@ class Collector:
         self._upkeep = Upkeep(place, limits or Limits())
         self._rollup = RollupSchedule(self.status)
         self._committed_s = time.monotonic()
-        self._discovered_s = float("-inf")
+        self._discovered_s = self._finished_s = float("-inf")
 
     def run(self, *, once: bool = False) -> Status:
         """Collect. `once`: until every ring that is there now has been read to its end.
@@ -120,16 +120,20 @@ class Collector:
         return busy
 
     def _serve_stale(self) -> bool:
-        """Read one stale ring once and finish one that is drained; whether there was anything."""
+        """Read one stale ring once, finish those that are drained; whether there was anything.
+
+        Several are finished together: a commit costs about the same for one and for all.
+        """
         if self._roster.pressed:
             return False
         follower = self._roster.next_stale()
         busy = follower is not None and self._serve(follower)
-        drained = next((f for f in self._roster.followers if f.drained), None)
-        if drained is not None:
+        drained = [follower for follower in self._roster.followers if follower.drained]
+        waited_s = time.monotonic() - self._finished_s
+        if drained and (waited_s >= COMMIT_S or self._roster.next_stale() is None):
             self._finish(drained)
             self._discover()
-        return busy or drained is not None
+        return busy or bool(drained)
 
     def _drain(self, backlog_s: float) -> None:
         """Read what is there at this moment, not what a busy engine goes on writing; of the rings
@@ -140,10 +144,11 @@ class Collector:
             follower.look_for_writer(now=True)
         behind = {follower: follower.reader.written[0] for follower in self._roster.living}
         while behind or (self._roster.stale_left and time.monotonic() < ends_s):
-            for follower, target in list(behind.items()):
-                more = not follower.abandoned and self._serve(follower)
-                if not more or follower.reader.cursor.sequence >= target:
-                    del behind[follower]
+            for follower in self._roster.living:  # all: a long backlog must not starve them now
+                more = self._serve(follower)
+                if not more or follower.reader.cursor.sequence >= behind.get(follower, 0):
+                    behind.pop(follower, None)
+            behind = {f: target for f, target in behind.items() if not f.abandoned}
             if not self._serve_stale() and not behind:
                 time.sleep(POLL_S)
             self._discover_if_due()
@@ -213,21 +218,24 @@ class Collector:
         status.dropped_tokens = upkeep.retention.dropped_tokens
         self._on_status(status)
 
-    def _finish(self, follower: Follower) -> None:
-        """A drained ring whose engine is gone: report, commit the end, take the ring away."""
-        reader = follower.reader
-        self._commit([f for f in [follower] if f.rows], finished=False)
-        if reader.closed_by_writer:
-            follower.rows.add_end("engine_closed", "")
-        else:
+    def _finish(self, drained: list[Follower]) -> None:
+        """Drained rings whose engines are gone: report, commit their end, take the rings away."""
+        self._finished_s = time.monotonic()
+        crashed = [f for f in drained if not f.reader.closed_by_writer]
+        self._commit([f for f in crashed if f.rows], finished=False)
+        for follower in drained:
+            if follower not in crashed:
+                follower.rows.add_end("engine_closed", "")
+                continue
             self.status.crashes += 1
-            path = self._finisher.report(self._lake.patiently(self._lake.connection), reader)
-            follower.rows.add_end("engine_crashed", path)
-        self._commit([follower], finished=True)
-        self._rollup.ended(follower)
-        self._roster.drop(follower)
-        follower.leave()
-        self._finisher.retire(reader)
+            lake = self._lake.patiently(self._lake.connection)
+            follower.rows.add_end("engine_crashed", self._finisher.report(lake, follower.reader))
+        self._commit(drained, finished=True)
+        for follower in drained:
+            self._rollup.ended(follower)
+            self._roster.drop(follower)
+            follower.leave()
+            self._finisher.retire(follower.reader)
 
     def _lock(self) -> CollectorLock:
         """One collector per ring directory, and per lake where its catalog is a local file."""

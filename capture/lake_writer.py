@@ -22,6 +22,7 @@ from capture.errors import (
     first_line,
 )
 from capture.follower import Follower, Status
+from capture.insert import insert_rows
 from capture.lake import LakePlace, open_lake
 from capture.lake_check import Belongings, CatalogGoneError, check_files
 from capture.reader import Cursor, RingReader
@@ -169,8 +170,7 @@ class LakeWriter:
             self._belongings.check_catalog()
             self._belongings.check_data()
         connection.execute("BEGIN")
-        for follower in followers:
-            follower.rows.insert(connection)
+        insert_rows(connection, [follower.rows for follower in followers])
         connection.execute("COMMIT")
 
     def _is_stored(self, follower: Follower, finished: bool) -> bool:

@@ -17,7 +17,7 @@ from capture.reader import RingReader, discover
 
 log = logging.getLogger("inferloop.collector")
 
-OPEN_STALE_RINGS = 4
+OPEN_STALE_RINGS = 8
 PRESSED_SHARE = 0.5  # of a living engine's ring unread: the stale ones wait
 
 Follow = Callable[[RingReader], Follower | None]
