@@ -11,8 +11,9 @@ import streamlit as st
 from capture.errors import CaptureError, LakeMissingError
 from capture.lake import NAME, LakePlace, open_lake
 from capture.settings import Settings
+from dashboard.drilldown import make_selectable, selected_region, show_region
 from dashboard.heatmap import heatmap_figure
-from dashboard.traces import Overview, arrivals, heatmap_cells, losses, overview
+from dashboard.traces import HeatMap, Overview, arrivals, heat_map, losses, overview
 
 PERIODS: dict[str, timedelta | None] = {
     "5 min": timedelta(minutes=5),
@@ -27,6 +28,12 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 DETAIL = {"Coarse": (60, 30), "Medium": (160, 80), "Fine": (320, 160)}
 """Time bins and position bins; the finest is half of what the figure accepts."""
 REFRESH_S = 5
+BOX = "Draw a box over cells to see the slowest tokens and requests in it."
+EXACT = f"Exact, from every token. {BOX}"
+APPROXIMATE = (
+    "From histograms per minute and 16 positions, because the period holds many tokens: within "
+    f"2.2 % of the exact figures, which a shorter period shows. {BOX}"
+)
 
 
 def page() -> None:
@@ -86,40 +93,54 @@ def _show_period(
     if window is None:
         st.error("The start must lie before the end.", icon=":material/error:")
         return
-    _show_overview(overview(cursor, *window))
-    _show_heatmap(cursor, window, quantile, bins, logarithmic)
+    found = overview(cursor, *window)
+    _show_overview(found)
+    time_bins, position_bins = bins
+    shown = heat_map(
+        cursor,
+        *window,
+        time_bins=time_bins,
+        position_bins=position_bins,
+        quantile=quantile,
+        tokens=found.output_tokens,
+    )
+    _show_heatmap(cursor, shown, quantile, logarithmic)
 
 
 def _show_heatmap(
-    cursor: duckdb.DuckDBPyConnection,
-    window: tuple[datetime, datetime],
-    quantile: float,
-    bins: tuple[int, int],
-    logarithmic: bool,
+    cursor: duckdb.DuckDBPyConnection, shown: HeatMap, quantile: float, logarithmic: bool
 ) -> None:
-    time_bins, position_bins = bins
-    cells = heatmap_cells(
-        cursor, *window, time_bins=time_bins, position_bins=position_bins, quantile=quantile
-    )
-    lost = losses(cursor, *window)
-    if not cells.tokens.size:
+    lost = losses(cursor, shown.start, shown.end)
+    if not shown.cells.tokens.size:
         st.info("No request that arrived in this period has a second token yet.")
     figure = heatmap_figure(
-        cells,
-        start=window[0],
-        end=window[1],
-        time_bins=time_bins,
+        shown.cells,
+        start=shown.start,
+        end=shown.end,
+        time_bins=shown.time_bins,
         quantile=quantile,
         log_scale=logarithmic,
         losses=lost,
     )
-    st.plotly_chart(figure, theme=None, key="heatmap", config={"displaylogo": False})
+    make_selectable(figure, shown)
+    chart = st.plotly_chart(
+        figure,
+        theme=None,
+        key="heatmap",
+        config={"displaylogo": False},
+        on_select="rerun",
+        selection_mode="box",
+    )
+    st.caption(EXACT if shown.exact else APPROXIMATE)
     if lost:
         total = sum(loss.tokens for loss in lost)
         st.caption(
             f"Red bands: the collector fell behind and {total:,} tokens never reached the lake. "
             "`inferloop sql 'FROM losses'` has the details."
         )
+    region = selected_region(chart)
+    if region is not None:
+        show_region(cursor, region)
 
 
 def _show_overview(found: Overview) -> None:

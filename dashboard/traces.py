@@ -1,12 +1,16 @@
-"""What the latency page reads from the trace lake: aggregates only, never single tokens."""
+"""What the latency page reads from the trace lake: cells and figures, and a region's slowest rows.
+
+Not for drawing (`dashboard.heatmap`) nor for the page (`dashboard.latency`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dashboard.heatmap import Cells, Loss
 
@@ -14,6 +18,9 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 PERCENTILES = "[0.5, 0.99]"
+EXACT_TOKENS = 4_000_000
+"""Up to here a map is drawn from every token; more would take longer than a second."""
+MINUTE = timedelta(minutes=1)
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,28 @@ class Overview:
     output_tokens: int
     ttft_ms: tuple[float, float] | None
     tpot_ms: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Cells of [start, end) in `time_bins` equal bins; `exact`: from the tokens themselves, else
+    from histograms, within 2.2 % of the exact figures."""
+
+    cells: Cells
+    start: datetime
+    end: datetime
+    time_bins: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """Requests that arrived in [start, end) (UTC), output positions first..last, both included."""
+
+    start: datetime
+    end: datetime
+    first_position: int
+    last_position: int
 
 
 def arrivals(cursor: DuckDBPyConnection) -> tuple[datetime, datetime] | None:
@@ -48,7 +77,7 @@ def overview(cursor: DuckDBPyConnection, start: datetime, end: datetime) -> Over
     return Overview(requests, failed, int(tokens), _pair(ttft), _pair(tpot))
 
 
-def heatmap_cells(
+def heat_map(
     cursor: DuckDBPyConnection,
     start: datetime,
     end: datetime,
@@ -56,16 +85,97 @@ def heatmap_cells(
     time_bins: int,
     position_bins: int,
     quantile: float,
-) -> Cells:
-    """The cells of [start, end) that hold tokens, from the lake's macro `latency_heatmap`."""
+    tokens: int,
+) -> HeatMap:
+    """The map of [start, end), which holds about `tokens` tokens: few are read one by one, many
+    from the rollup, whose bins are whole minutes."""
+    exact = tokens <= EXACT_TOKENS
+    if not exact:
+        start, end, time_bins = whole_minutes(start, end, time_bins)
+    macro = "latency_heatmap" if exact else "latency_overview"
     columns = cursor.execute(
-        """
+        f"""
         SELECT time_bin, position_bin, position_start, position_end, latency_ms, tokens
-        FROM latency_heatmap(?::TIMESTAMP, ?::TIMESTAMP, ?, ?, ?)
+        FROM {macro}(?::TIMESTAMP, ?::TIMESTAMP, ?, ?, ?)
         """,
         [_naive(start), _naive(end), time_bins, position_bins, quantile],
     ).fetchnumpy()
-    return Cells(**{name: np.asarray(values) for name, values in columns.items()})
+    cells = Cells(**{name: np.asarray(values) for name, values in columns.items()})
+    return HeatMap(cells, start, end, time_bins, exact)
+
+
+def whole_minutes(start: datetime, end: datetime, time_bins: int) -> tuple[datetime, datetime, int]:
+    """The bins of `latency_overview` for the same period: equal, of whole minutes, at most
+    `time_bins`; the period grows to hold them."""
+    first = start.replace(second=0, microsecond=0)
+    minutes = max(1, -(-(end - first) // MINUTE))
+    width = -(-minutes // time_bins)
+    bins = -(-minutes // width)
+    return first, first + bins * width * MINUTE, bins
+
+
+def slowest_tokens(
+    cursor: DuckDBPyConnection, region: Region, wanted: int
+) -> dict[str, NDArray[Any]]:
+    """The region's slowest tokens, first tokens left out, as columns."""
+    return _rows_of(
+        cursor,
+        region,
+        f"""
+        SELECT r.request_id, t.position, t.latency_us / 1000 AS waited_ms, t.emitted_at,
+            r.class_key AS class, t.step_id AS step
+        FROM found AS t JOIN requests AS r USING (engine_id, slot)
+        ORDER BY t.latency_us DESC, t.emitted_at LIMIT {wanted}
+        """,
+    )
+
+
+def slowest_requests(
+    cursor: DuckDBPyConnection, region: Region, wanted: int
+) -> dict[str, NDArray[Any]]:
+    """The requests that waited longest for each of the region's tokens on average, as columns."""
+    return _rows_of(
+        cursor,
+        region,
+        f"""
+        SELECT r.request_id, avg(t.latency_us) / 1000 AS mean_ms,
+            max(t.latency_us) / 1000 AS longest_ms, count(*) AS tokens, r.arrived_at,
+            r.class_key AS class
+        FROM found AS t JOIN requests AS r USING (engine_id, slot)
+        GROUP BY ALL ORDER BY mean_ms DESC, r.arrived_at LIMIT {wanted}
+        """,
+    )
+
+
+def _rows_of(cursor: DuckDBPyConnection, region: Region, query: str) -> dict[str, NDArray[Any]]:
+    """Run `query` over `found`, the region's tokens; only files of their time are read."""
+    period = [_naive(region.start), _naive(region.end)]
+    (until,) = cursor.execute(
+        """
+        SELECT if(bool_or(f.slot IS NULL), NULL, max(f.finished_at))
+        FROM requests AS r LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
+        WHERE r.arrived_at >= ? AND r.arrived_at < ?
+        """,
+        period,
+    ).fetchone()
+    return cursor.execute(
+        f"""
+        WITH found AS (
+            SELECT t.* FROM tokens AS t
+            JOIN requests AS q ON q.engine_id = t.engine_id AND q.slot = t.slot
+            WHERE q.arrived_at >= $start AND q.arrived_at < $end
+                AND t.emitted_at >= $start AND t.emitted_at <= $until
+                AND t.position BETWEEN $first AND $last AND NOT t.is_first
+        ) {query}
+        """,
+        {
+            "start": period[0],
+            "end": period[1],
+            "until": until or datetime.max,
+            "first": region.first_position,
+            "last": region.last_position,
+        },
+    ).fetchnumpy()
 
 
 def losses(cursor: DuckDBPyConnection, start: datetime, end: datetime) -> list[Loss]:

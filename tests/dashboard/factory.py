@@ -48,7 +48,7 @@ def make_lake(home: Path, *, requests: int = 40, tokens: int = 30, lost: int = 0
             """
             INSERT INTO finishes SELECT engine_id, slot, 'stop', ?, arrived_at,
                 arrived_at + to_milliseconds(10), arrived_at + to_milliseconds(10 * ?), arrived_at,
-                arrived_at, arrived_at, arrived_at + to_milliseconds(10 * ?) FROM requests
+                arrived_at, arrived_at, arrived_at + to_milliseconds(100 * ?) FROM requests
             """,
             [tokens, tokens, tokens],
         )

@@ -100,6 +100,17 @@ def test_latency_page_controls(home: Path, key: str, value: str) -> None:
     assert len(app.get("plotly_chart")) == 1
 
 
+def test_latency_page_says_whether_its_figures_are_exact(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_lake(home)
+    assert "Exact, from every token" in texts(run(latency_page).caption)
+    monkeypatch.setattr("dashboard.traces.EXACT_TOKENS", 1000)
+    app = run(latency_page)
+    assert "within 2.2 % of the exact figures" in texts(app.caption)
+    assert len(app.get("plotly_chart")) == 1
+
+
 def test_latency_page_of_a_damaged_catalog_is_a_clear_line(home: Path) -> None:
     catalog = home / "lake" / "catalog.sqlite"
     catalog.parent.mkdir()

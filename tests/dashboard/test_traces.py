@@ -34,7 +34,11 @@ def test_arrivals_and_overview(cursor) -> None:
 
 
 def test_cells_show_the_slow_fifth_and_leave_first_tokens_out(cursor) -> None:
-    cells = traces.heatmap_cells(cursor, START, END, time_bins=5, position_bins=3, quantile=0.5)
+    found = traces.heat_map(
+        cursor, START, END, time_bins=5, position_bins=3, quantile=0.5, tokens=1200
+    )
+    cells = found.cells
+    assert (found.exact, found.time_bins) == (True, 5)
     by_time = [set(cells.latency_ms[cells.time_bin == x]) for x in range(5)]
     assert by_time == [{10.0}, {10.0}, {100.0}, {10.0}, {10.0}]
     assert int(cells.tokens.sum()) == 40 * 29
@@ -51,3 +55,35 @@ def test_losses_lie_before_they_were_noticed(cursor) -> None:
 def test_an_empty_lake_has_no_arrivals(tmp_path: Path) -> None:
     with open_lake(make_lake(tmp_path, requests=0)) as lake:
         assert traces.arrivals(lake) is None
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "wanted", "bins", "width"),
+    [(40, 0, 160, 41, 1), (160, 30, 160, 81, 2), (0, 30, 60, 1, 1), (1441, 0, 160, 145, 10)],
+)
+def test_a_wide_map_has_equal_bins_of_whole_minutes(
+    minutes: int, seconds: int, wanted: int, bins: int, width: int
+) -> None:
+    start = START + timedelta(seconds=10)
+    end = start + timedelta(minutes=minutes, seconds=seconds)
+    first, last, found = traces.whole_minutes(start, end, wanted)
+    assert first == START
+    assert (found, last - first) == (bins, bins * width * traces.MINUTE)
+    assert end <= last < end + width * traces.MINUTE
+
+
+def test_many_tokens_are_drawn_from_the_rollup(cursor) -> None:
+    found = traces.heat_map(
+        cursor,
+        START + timedelta(seconds=5),
+        END,
+        time_bins=5,
+        position_bins=3,
+        quantile=0.5,
+        tokens=traces.EXACT_TOKENS + 1,
+    )
+    assert (found.exact, found.start, found.end) == (False, START, START + traces.MINUTE)
+    assert found.time_bins == 1
+    assert int(found.cells.tokens.sum()) == 40 * 29, "whole minutes, first tokens left out"
+    assert found.cells.position_end.tolist() == [15, 31]
+    assert found.cells.latency_ms == pytest.approx([10, 10], rel=0.022)
