@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -24,6 +26,17 @@ def environment(tmp_path: Path) -> dict[str, str]:
     rings = tmp_path / "rings"
     rings.mkdir()
     return {"INFERLOOP_HOME": str(tmp_path / "home"), "INFERLOOP_RING_DIR": str(rings)}
+
+
+def started(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    """`inferloop collect` as a process of its own."""
+    code = f"import cli.collect, cli.sql; from cli.main import app; app({['collect', *arguments]})"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_once_drains_says_what_it_did_and_ends(environment: dict[str, str], tmp_path: Path) -> None:
@@ -46,13 +59,7 @@ def test_quiet_is_quiet(environment: dict[str, str]) -> None:
 def test_a_signal_drains_and_ends_cleanly(
     environment: dict[str, str], tmp_path: Path, number: signal.Signals
 ) -> None:
-    code = "import cli.collect, cli.sql; from cli.main import app; app(['collect'])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = started(environment)
     ring = engine(tmp_path / "rings", requests=4, steps=25)
     deadline = time.monotonic() + 30
     while "1 ring, 100 tokens" not in (line := (process.stderr or sys.stdin).readline()):
@@ -73,4 +80,70 @@ def test_a_second_one_is_told_who_has_the_rings(
         other.flush()
         result = CliRunner().invoke(app, ["collect", "--once"], env=environment)
     assert "another collector (pid 4711)" in str(result.exception)
+    assert "collecting from" not in result.output
     assert getattr(result.exception, "exit_code", None) == 1
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_metrics_and_health_are_served_while_it_runs(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    port = free_port()
+    process = started(environment, "--metrics-port", str(port))
+    ring = engine(tmp_path / "rings", requests=4, steps=25)
+    try:
+        assert process.stderr is not None
+        while "1 ring, 100 tokens" not in (line := process.stderr.readline()):
+            assert line
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        health = httpx.get(f"http://127.0.0.1:{port}/health")
+        nothing = httpx.get(f"http://127.0.0.1:{port}/")
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[0] != "#")
+    assert float(values["inferloop:collector_tokens_total"]) == 100
+    assert float(values["inferloop:collector_lost_tokens_total"]) == 0
+    assert float(values["inferloop:collector_waiting"]) == 0
+    assert float(values["inferloop:collector_commit_seconds_count"]) >= 1
+    engine_id = ring.path.stem
+    assert float(values[f'inferloop:collector_lag_bytes{{engine_id="{engine_id}"}}']) == 0
+    assert (health.status_code, health.json()["status"]) == (200, "ok")
+    assert nothing.status_code == 404
+    ring.close()
+
+
+def test_a_taken_metrics_port_is_a_clear_error_at_the_start(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        result = CliRunner().invoke(
+            app, ["collect", "--once", "--metrics-port", port], env=environment
+        )
+    assert f"127.0.0.1:{port}: Address already in use" in str(result.exception)
+    assert "--metrics-port" in str(result.exception)
+    assert getattr(result.exception, "exit_code", None) == 1
+
+
+def test_systemd_is_told_ready_alive_and_stopping(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(30)
+        process = started({**environment, "NOTIFY_SOCKET": str(tmp_path / "notify")})
+        told = [systemd.recv(4096).decode()]
+        ring = engine(tmp_path / "rings", requests=4, steps=25)
+        while "1 ring, 100 tokens" not in told[-1]:
+            told.append(systemd.recv(4096).decode())
+        process.terminate()
+        while "STOPPING=1" not in told:
+            told.append(systemd.recv(4096).decode())
+        process.communicate(timeout=30)
+    assert told[0] == "READY=1"
+    assert "WATCHDOG=1\nSTATUS=1 ring, 100 tokens" in "\n".join(told)
+    assert process.returncode == 0
+    ring.close()
