@@ -58,7 +58,7 @@ class Answer:
         self.error_type: str | None = None
         self.done = self.truncated = False
         self.tokens = self.unreadable = 0
-        self._keeps_text, self._limit_bytes = keeps_text, limit_bytes
+        self.keeps_text, self._limit_bytes = keeps_text, limit_bytes
         self._budget, self._held_bytes = budget, 0
         self._every_token_has_id = True
         self._usage_runs: bool | None = None
@@ -126,7 +126,7 @@ class Answer:
         ids, logprobs = _integers(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
         self.prompt_token_ids = _integers(choice.get("prompt_token_ids")) or self.prompt_token_ids
         tokens = self._count(ids, logprobs, delta, finished=isinstance(reason, str))
-        if index == 0 and self._keeps_text:
+        if index == 0 and self.keeps_text:
             self._keep(delta, ids or [], logprobs)
         if not tokens:
             return None

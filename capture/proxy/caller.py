@@ -24,10 +24,11 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`request_id` 32 hex digits; `headers` are those a traffic record may hold."""
+    """`request_id` 32 hex digits; `conversation` is the client's name of it, None when it gave
+    none; `headers` are those a traffic record may hold."""
 
     request_id: str
-    conversation_id: str
+    conversation: str | None
     tenant: str
     route: str
     priority: int
@@ -65,7 +66,7 @@ def read_caller(
         conversation = ""
     return Caller(
         request_id=request_id,
-        conversation_id=conversation or request_id,
+        conversation=conversation or None,
         tenant=_name(found.get("x-tenant"), "default"),
         route=_name(found.get("x-route"), default_route),
         priority=_priority(found.get("x-priority")),

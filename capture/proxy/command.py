@@ -19,11 +19,11 @@ from typing import Any
 from uuid import uuid4
 
 from capture.frames import TraceWriter
-from capture.mirror import Mirror, load_key
+from capture.mirror import Mirror
 from capture.proxy.address import Address, ProxyError, parse_upstream
 from capture.proxy.core import Proxy
 from capture.proxy.metrics import ProxyMetrics
-from capture.proxy.recorder import MirrorChoice, Recorder
+from capture.proxy.recorder import Recorder
 from capture.ring import RingWriter
 from capture.settings import Settings
 
@@ -111,13 +111,11 @@ def _trace_writer(settings: Settings, cleanup: ExitStack) -> TraceWriter:
 
 def _mirror(
     options: ProxyOptions, settings: Settings, metrics: ProxyMetrics, cleanup: ExitStack
-) -> MirrorChoice:
-    configured = settings.mirror_key
-    key = load_key(settings.home, configured.get_secret_value() if configured else None)
-    mirror = Mirror(settings.traffic, share=options.mirror_share, key=key)
+) -> Mirror:
+    mirror = Mirror.from_settings(settings, options.mirror_share)
     cleanup.callback(mirror.close)
     metrics.watch_mirror(mirror)
-    return MirrorChoice(mirror, options.mirror_share, key)
+    return mirror
 
 
 async def _describe(address: Address, recorder: Recorder) -> None:
@@ -133,7 +131,7 @@ async def _describe(address: Address, recorder: Recorder) -> None:
             models: Any = answer.json()["data"] if answer.status_code == 200 else None
             names = [str(model["id"]) for model in models] if models is not None else None
     except httpx.HTTPError as error:
-        log.warning("the upstream does not answer yet: %s", error or type(error).__name__)
+        log.warning("the upstream does not answer yet: %s", str(error) or type(error).__name__)
         return
     except (ValueError, KeyError, TypeError):
         return

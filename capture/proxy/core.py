@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from capture.proxy.address import Address
 from capture.proxy.client import ClientConnection
-from capture.proxy.messages import RequestHead
+from capture.proxy.messages import RequestHead, error_body
 from capture.proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from capture.proxy.observation import Observation
 from capture.proxy.recorder import Recorder
@@ -67,10 +67,14 @@ class Proxy:
 
     def own_page(self, head: RequestHead) -> tuple[int, str, bytes] | None:
         """Status, content type and body of a page of the proxy's own; None: not one of them."""
+        if head.path == b"/inferloop/marks":
+            # An engine takes them from its own machine only, and there we are.
+            text = "marks are taken by the engine itself, not through the proxy"
+            return 403, "application/json", error_body(text, "not_supported")
         if head.path not in (b"/inferloop/health", b"/inferloop/metrics"):
             return None
         if head.method not in (b"GET", b"HEAD"):
-            return 405, "application/json", b'{"error": {"message": "GET only"}}'
+            return 405, "application/json", error_body("GET only", "not_supported")
         if head.path == b"/inferloop/metrics":
             return 200, CONTENT_TYPE, self.metrics.exposition()
         state = {

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from capture.mirror_metrics import MirrorCollector
 
 if TYPE_CHECKING:
     from capture.mirror import Mirror
@@ -149,7 +151,7 @@ class ProxyMetrics:
 
     def watch_mirror(self, mirror: Mirror) -> None:
         """Show the mirror's counters."""
-        self.registry.register(_MirrorCounters(mirror))
+        self.registry.register(MirrorCollector(mirror, "inferloop:proxy_mirror", {}))
 
     def exposition(self) -> bytes:
         self._count_held()
@@ -159,27 +161,3 @@ class ProxyMetrics:
         times = np.ones(len(self._held_ns), np.int64)
         self._overhead.observe(np.array(self._held_ns, np.float64) / 1e9, times)
         self._held_ns.clear()
-
-
-class _MirrorCounters(Collector):
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        counters = self._mirror.counters
-        written = CounterMetricFamily(
-            "inferloop:proxy_mirror_records_written", "Traffic records written.",
-            value=counters.written,
-        )  # fmt: skip
-        yield written
-        yield CounterMetricFamily(
-            "inferloop:proxy_mirror_records_dropped", "Traffic records written without content.",
-            value=counters.dropped,
-        )  # fmt: skip
-        skipped = CounterMetricFamily(
-            "inferloop:proxy_mirror_records_skipped", "Traffic records not written, by why.",
-            labels=["reason"],
-        )  # fmt: skip
-        for reason, count in counters.skipped.items():
-            skipped.add_metric([reason], count)
-        yield skipped

@@ -66,9 +66,10 @@ class Observation:
         self.time = Timeline(arrival_ns, datetime.now(UTC))
         self.question = Question()
         self.is_traced = self.has_token = False
-        self.is_mirrored = recorder.is_mirrored(caller.conversation_id)
+        self.conversation_id = caller.conversation or caller.request_id
+        self.is_mirrored = False
         self.answer = Answer(
-            keeps_text=self.is_mirrored, limit_bytes=recorder.body_bytes, budget=recorder.budget
+            keeps_text=False, limit_bytes=recorder.body_bytes, budget=recorder.budget
         )
         self.skipped = ""
         self.request_bytes = 0
@@ -145,6 +146,9 @@ class Observation:
         request, self._request = self._request, None
         self.request_bytes, self.is_cut = request.wire_bytes, request.cut
         self.question = read_question(request.take(), chat=self.chat, cut=self.is_cut)
+        self.conversation_id = self._recorder.conversation_id(self.caller, self.question)
+        self.is_mirrored = self._recorder.is_mirrored(self.conversation_id)
+        self.answer.keeps_text = self.is_mirrored
         self._recorder.began(self)
 
     def _begin_response(self, head: ResponseHead) -> None:

@@ -1,6 +1,6 @@
 """Work that must not hold up the wire: done after it, in order, a little at a time.
 
-It runs in the event loop, between turns of it: a thread would make the wire wait for the
+It runs in the event loop, between the wire's turns: a thread would make the wire wait for the
 interpreter's lock.
 """
 
@@ -12,7 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-SLICE_S = 0.001
+WAIT_S = 0.001
+"""Copies wait so long: what comes at the same time is done together, and what the wire still has
+to do about it comes first."""
+
+SLICE_S = 0.0005
 """After so long the wire gets its turn, however much is left."""
 
 QUEUE_BYTES = 16 << 20
@@ -36,7 +40,7 @@ class OffWire:
         self._queue.append((work, arguments, size))
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_later(WAIT_S, self._turn)
         return True
 
     def finish(self) -> None:

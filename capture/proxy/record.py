@@ -24,7 +24,7 @@ def traffic_record(seen: Observation, verdict: Verdict) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "request_id": caller.request_id,
-        "conversation_id": caller.conversation_id,
+        "conversation_id": seen.conversation_id,
         "arrival": time.arrival.isoformat(timespec="microseconds"),
         "arrival_ns": time.arrival_ns,
         "endpoint": "/v1/chat/completions" if seen.chat else "/v1/completions",

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
+from capture.errors import place_of
 from capture.frames import NONE, TraceWriter
-from capture.mirror import Mirror, is_sampled
+from capture.mirror import Mirror
 from capture.proxy.body import Budget
-from capture.proxy.caller import RequestIds, read_caller
+from capture.proxy.caller import Caller, RequestIds, read_caller
 from capture.proxy.messages import Headers, RequestHead, values_of
 from capture.proxy.observation import Observation
 from capture.proxy.offwire import OffWire
 from capture.proxy.outcome import Verdict
+from capture.proxy.question import Question
 from capture.proxy.record import class_key, traffic_record
 from capture.proxy.trace import ProxyTrace
 
@@ -30,16 +33,6 @@ COPIES_BYTES = 256 << 20
 """Bodies of all requests in flight that are kept for the capture; past it they are cut."""
 
 
-class MirrorChoice:
-    """The mirror and which conversations it keeps."""
-
-    def __init__(self, mirror: Mirror, share: float, key: bytes) -> None:
-        self.mirror, self._share, self._key = mirror, share, key
-
-    def keeps(self, conversation_id: str) -> bool:
-        return is_sampled(conversation_id, self._share, self._key)
-
-
 class Recorder:
     """`engine_info` describes the proxy in its ENGINE frame, which is written as soon as something
     is known of the upstream. `body_bytes`: of a request or an answer that are kept."""
@@ -48,7 +41,7 @@ class Recorder:
         self,
         metrics: ProxyMetrics,
         writer: TraceWriter | None,
-        mirror: MirrorChoice | None,
+        mirror: Mirror | None,
         *,
         engine_info: dict[str, Any],
         body_bytes: int,
@@ -63,6 +56,14 @@ class Recorder:
         self._info: dict[str, Any] | None = engine_info
         self._ids = RequestIds()
         self._has_failed = False
+
+    def conversation_id(self, caller: Caller, question: Question) -> str:
+        """By the rule of our engine's server: the client's name of it, else one that the other
+        turns of a chat get too, else the request's."""
+        name = caller.conversation
+        if name is None and self._mirror is not None and question.messages:
+            name = self._mirror.opening_id(caller.tenant, question.messages)
+        return name or caller.request_id
 
     def is_mirrored(self, conversation_id: str) -> bool:
         return self._mirror is not None and self._mirror.keeps(conversation_id)
@@ -123,13 +124,16 @@ class Recorder:
         if seen.question.unsupported:
             self.metrics.skipped(seen.question.unsupported)
         else:
-            self._mirror.mirror.offer(traffic_record(seen, verdict))
+            self._mirror.offer(traffic_record(seen, verdict))
 
     def failed(self, request_id: str) -> None:
-        """An error of ours; the first one is logged with its place."""
+        """An error of ours that is being handled; the first one is logged with its place, without
+        its message: that may quote what a person wrote."""
         if not self._has_failed:
             self._has_failed = True
-            log.exception("the capture of request %s failed, forwarding goes on", request_id)
+            error = sys.exception()
+            place = "" if error is None else place_of(error)
+            log.error("capturing %s failed, forwarding goes on: %s", request_id, place)
 
     def finish(self) -> None:
         """Do what is left before the ring and the mirror are closed."""

@@ -192,7 +192,7 @@ def test_copies_share_a_budget() -> None:
 def test_header_that_is_not_valid_counts_as_not_sent(name: bytes, value: bytes) -> None:
     caller = read_caller([(name, value)], default_route="chat", client=None, ids=RequestIds())
     assert (caller.tenant, caller.route, caller.priority) == ("default", "chat", 50)
-    assert caller.conversation_id == caller.request_id
+    assert caller.conversation is None
 
 
 def test_trace_id_is_used_once() -> None:

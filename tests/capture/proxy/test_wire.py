@@ -436,5 +436,7 @@ def test_own_pages(proxy: ProxyProcess, upstream: Nasty) -> None:
         assert health["upstream"] == upstream.url
         assert http.head("/inferloop/health").content == b""
         metrics = http.get("/inferloop/metrics").text
+        assert http.post("/inferloop/metrics").status_code == 405
+        assert http.post("/inferloop/marks", json={"text": "x"}).status_code == 403
     assert 'inferloop:proxy_requests_total{endpoint="other",error_type="",status="200"}' in metrics
     assert [talk.path for talk in upstream.seen] == ["/x"]
