@@ -17,6 +17,7 @@ COMMANDS = (
     "top",
     "sql",
     "why",
+    "export",
     "mark",
     "traffic",
     "replay",

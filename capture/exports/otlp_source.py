@@ -1,0 +1,174 @@
+"""Finished requests of the lake in the order they were committed, with a cursor to go on from.
+
+An engine's finishes are committed in the order of their times, so one time per engine says what
+was read; requests of that very microsecond are named. Not for sending.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capture.atomic_file import opened
+from capture.exports.selection import ExportError
+
+if TYPE_CHECKING:
+    import duckdb
+
+Row = dict[str, Any]
+SLOW_TOKENS = 8
+SLOW_FACTOR = 4
+SLOW_US = 10_000
+
+
+@dataclass
+class Cursor:
+    """Per engine the time of the last finish read, us since 1970, and the slots of that time."""
+
+    engines: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Cursor:
+        """The cursor of a file, or a new one. Raises ExportError when it cannot be read."""
+        try:
+            stored = json.loads(path.read_text())
+            return cls({key: (int(at), list(slots)) for key, (at, slots) in stored.items()})
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ExportError(
+                f"cannot read how far the export was: {path} ({error}); remove the file to start "
+                "again from the beginning of the lake"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ExportError(f"cannot make {path.parent}: {error.strerror}") from error
+        with opened(path) as file:
+            file.write(json.dumps(self.engines).encode())
+
+    def take(self, rows: list[Row]) -> Cursor:
+        """The cursor after these rows, which are in the order of `finished`."""
+        engines = dict(self.engines)
+        for row in rows:
+            at, slots = engines.get(row["engine_id"], (-1, []))
+            if row["finished_us"] > at:
+                engines[row["engine_id"]] = (row["finished_us"], [row["slot"]])
+            elif row["finished_us"] == at:
+                engines[row["engine_id"]] = (at, [*slots, row["slot"]])
+        return Cursor(engines)
+
+
+_REQUEST = """
+SELECT f.engine_id::VARCHAR AS engine_id, f.slot, r.request_id, r.tenant, r.route, r.class_key,
+    r.priority, r.prompt_tokens, r.cached_tokens, r.max_tokens, f.reason, f.output_tokens,
+    epoch_us(r.arrived_at) AS arrived_us, epoch_us(f.admitted_at) AS admitted_us,
+    epoch_us(f.first_token_at) AS first_token_us, epoch_us(f.last_token_at) AS last_token_us,
+    epoch_us(f.flushed_at) AS flushed_us, epoch_us(f.finished_at) AS finished_us,
+    e.model, e.host, e.pid, e.fingerprint
+FROM finishes AS f
+JOIN requests AS r ON r.engine_id = f.engine_id AND r.slot = f.slot
+LEFT JOIN engines AS e ON e.engine_id = f.engine_id
+"""
+
+
+def after(
+    lake: duckdb.DuckDBPyConnection,
+    cursor: Cursor,
+    limit: int,
+    start: datetime | None = None,
+    end: datetime | None = None,
+) -> list[Row]:
+    """The next finished requests, `limit` at most, ordered by engine and finish.
+
+    `start`, `end`: only those that finished then, `end` excluded; UTC.
+    """
+    engines = [
+        (engine, at_us, slot) for engine, (at_us, slots) in cursor.engines.items() for slot in slots
+    ]
+    lake.execute(
+        "CREATE OR REPLACE TEMP TABLE exported (engine_id UUID, at_us BIGINT, slot BIGINT)"
+    )
+    if engines:
+        lake.executemany("INSERT INTO exported VALUES (?, ?, ?)", engines)
+    return _rows(
+        lake,
+        f"""{_REQUEST}
+LEFT JOIN (SELECT engine_id, max(at_us) AS at_us FROM exported GROUP BY engine_id) AS x
+    ON x.engine_id = f.engine_id
+WHERE (x.engine_id IS NULL OR f.finished_at >= make_timestamp(x.at_us))
+    AND f.finished_at >= coalesce($start, '-infinity'::TIMESTAMP)
+    AND f.finished_at < coalesce($end, 'infinity'::TIMESTAMP)
+    AND (f.engine_id, f.slot, epoch_us(f.finished_at)) NOT IN
+        (SELECT (engine_id, slot, at_us) FROM exported)
+ORDER BY f.engine_id, f.finished_at, f.slot LIMIT $limit""",
+        {"start": start, "end": end, "limit": limit},
+    )
+
+
+def events_of(lake: duckdb.DuckDBPyConnection, rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
+    """Preemptions and slow tokens of these requests, by engine and slot, in the order of time.
+
+    Slow: above SLOW_FACTOR times the request's median and SLOW_US, the SLOW_TOKENS slowest.
+    """
+    import pyarrow as pa
+
+    batch = pa.table(
+        {
+            "engine_id": [row["engine_id"] for row in rows],
+            "slot": [row["slot"] for row in rows],
+        }
+    )
+    start_us = min(row["arrived_us"] for row in rows)
+    lake.register("batch", batch)
+    try:
+        found = _rows(lake, _EVENTS, {"start": start_us})
+    finally:
+        lake.unregister("batch")
+    events: dict[tuple[str, int], list[Row]] = {}
+    for row in found:
+        attributes = {
+            "inferloop.token.position": row["position"],
+            "inferloop.token.latency_ms": row["latency_ms"],
+            "inferloop.token.usual_ms": row["usual_ms"],
+            "inferloop.step_id": row["step_id"],
+        }
+        known = {name: value for name, value in attributes.items() if value is not None}
+        event = {"at_us": row["at_us"], "name": row["name"], "attributes": known}
+        events.setdefault((row["engine_id"], row["slot"]), []).append(event)
+    return events
+
+
+_EVENTS = f"""
+WITH meant AS (SELECT engine_id::UUID AS engine_id, slot FROM batch),
+measured AS (
+    SELECT t.engine_id, t.slot, t.position, t.step_id, t.latency_us, t.emitted_at,
+        median(t.latency_us) OVER (PARTITION BY t.engine_id, t.slot) AS usual_us
+    FROM tokens AS t SEMI JOIN meant USING (engine_id, slot)
+    WHERE t.emitted_at >= make_timestamp($start) AND NOT t.is_first
+), slow AS (
+    FROM measured
+    WHERE latency_us > {SLOW_FACTOR} * usual_us AND latency_us > {SLOW_US}
+    QUALIFY row_number() OVER (PARTITION BY engine_id, slot ORDER BY latency_us DESC)
+        <= {SLOW_TOKENS}
+)
+SELECT engine_id::VARCHAR AS engine_id, slot, epoch_us(emitted_at) AS at_us,
+    'inferloop.slow_token' AS name, position, latency_us / 1000 AS latency_ms,
+    usual_us / 1000 AS usual_ms, step_id
+FROM slow
+UNION ALL
+SELECT engine_id::VARCHAR, slot, epoch_us(happened_at), 'inferloop.' || kind, NULL, NULL, NULL, NULL
+FROM events SEMI JOIN meant USING (engine_id, slot)
+WHERE kind IN ('preempted', 'resumed') AND happened_at >= make_timestamp($start)
+ORDER BY at_us
+"""
+
+
+def _rows(lake: duckdb.DuckDBPyConnection, sql: str, values: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = lake.execute(sql, values).to_arrow_table().to_pylist()
+    return rows

@@ -1,0 +1,150 @@
+"""`inferloop export`: the lake in other tools' formats."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.main import app
+
+if TYPE_CHECKING:
+    from capture.exports.otlp import OtlpExporter, Target
+    from capture.exports.perfetto import Summary
+    from capture.settings import Settings
+
+TIME_HELP = "ISO 8601 time, UTC unless it has an offset."
+
+group = typer.Typer(
+    no_args_is_help=True,
+    help="Give the lake's traces to Perfetto and OpenTelemetry.\n\n"
+    "Example:  inferloop export perfetto --slowest 3 --out trace.pftrace",
+)
+app.add_typer(group, name="export")
+
+
+@group.command()
+def perfetto(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The trace file to write.")],
+    request: Annotated[
+        list[str] | None, typer.Option(help="A request's id; may be given several times.")
+    ] = None,
+    slowest: Annotated[
+        int | None, typer.Option(min=1, help="The so many requests that took longest.")
+    ] = None,
+    start: Annotated[str | None, typer.Option("--from", help=TIME_HELP)] = None,
+    end: Annotated[str | None, typer.Option("--to", help=TIME_HELP)] = None,
+    max_mib: Annotated[
+        int, typer.Option(min=1, max=2048, help="Largest trace; it has 500,000 events at most.")
+    ] = 100,
+) -> None:
+    """Write a trace for ui.perfetto.dev: requests, steps, kernels, counters, losses.
+
+    Without a selection: the lake's last minute. What the size limit leaves out is said here
+    and in the trace.
+
+    Example:  inferloop export perfetto --slowest 3 --out trace.pftrace
+
+    Example:  inferloop export perfetto --from 2026-11-29T14:00 --to 2026-11-29T14:05 -o t.pftrace
+    """
+    from capture.atomic_file import opened
+    from capture.exports.perfetto import export_perfetto
+    from capture.exports.selection import ExportError, Selection
+    from capture.lake import open_lake
+    from capture.settings import Settings
+
+    if request and slowest is not None:
+        raise ExportError("--request and --slowest are two selections: give one of them")
+    selection = Selection(tuple(request or ()), slowest, _time(start), _time(end))
+    with open_lake(Settings()) as lake, opened(out) as stream:
+        summary = export_perfetto(lake, selection, stream, max_bytes=max_mib << 20)
+    typer.echo(_described(out, summary), err=True)
+
+
+def _described(out: Path, summary: Summary) -> str:
+    counts = ", ".join(f"{count:,} {name}" for name, count in summary.written.items())
+    text = f"{out}: {summary.size / (1 << 20):.1f} MiB, {summary.events:,} events: {counts}"
+    if summary.cut_at is None:
+        return text
+    left = ", ".join(f"{count:,} {name}" for name, count in summary.left_out.items() if count)
+    return (
+        f"{text}\ncut at {summary.cut_at} UTC, where the size limit was reached; left out: {left}. "
+        "Choose less (--request, --slowest, --from and --to) or allow more (--max-mib)"
+    )
+
+
+@group.command()
+def otlp(
+    endpoint: Annotated[
+        str, typer.Option(help="OTLP over HTTP, without /v1/traces: http://HOST:4318.")
+    ],
+    start: Annotated[
+        str | None, typer.Option("--from", help=f"Requests that finished from then. {TIME_HELP}")
+    ] = None,
+    end: Annotated[str | None, typer.Option("--to", help="Until then. " + TIME_HELP)] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on with requests as they finish, until Ctrl-C.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds a batch may take, retries included.")
+    ] = 10.0,
+) -> None:
+    """Send finished requests as OpenTelemetry spans and metrics (GenAI names).
+
+    Goes on where the last export to this endpoint ended (a file in <home>/exports); with
+    --from or --to it sends that window and leaves that file alone. At least once: what an
+    endpoint did not confirm is sent again, with the same span ids. Headers and certificates:
+    OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE.
+
+    Example:  inferloop export otlp --endpoint http://localhost:4318 --follow
+    """
+    from capture.exports.otlp import OtlpExporter, Target, export_once
+    from capture.exports.otlp_source import Cursor
+    from capture.exports.selection import ExportError
+    from capture.lake import open_lake
+    from capture.settings import Settings
+
+    window = (_time(start), _time(end))
+    if follow and window != (None, None):
+        raise ExportError("--follow goes on from the last export: leave out --from and --to")
+    target, settings = Target(endpoint, timeout), Settings()
+    with open_lake(settings) as lake:
+        exporter = OtlpExporter(lake, target)
+        try:
+            if follow:
+                _follow(exporter, target, settings)
+            elif window != (None, None):
+                export_once(exporter, Cursor(), lambda _: None, *window)
+            else:
+                file = target.cursor_file(settings.home)
+                export_once(exporter, Cursor.load(file), lambda cursor: cursor.save(file))
+        finally:
+            exporter.close()
+    typer.echo(f"{exporter.requests:,} requests sent to {endpoint}", err=True)
+
+
+def _follow(exporter: OtlpExporter, target: Target, settings: Settings) -> None:
+    from capture.exports.otlp import follow
+    from capture.exports.otlp_source import Cursor
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    file = target.cursor_file(settings.home)
+    follow(
+        exporter,
+        Cursor.load(file),
+        lambda cursor: cursor.save(file),
+        stop,
+        lambda text: typer.echo(text, err=True),
+    )
+
+
+def _time(text: str | None) -> datetime | None:
+    from capture.exports.selection import parse_time
+
+    return None if text is None else parse_time(text)
