@@ -81,3 +81,14 @@ def first_line(error: Exception) -> str:
     line = lines[-1] if "Failed to commit" in lines[0] else lines[0]
     line = line.partition("Error: ")[2] or line
     return f"{line} (is the disk full?)" if line.endswith("disk I/O error") else line
+
+
+def place_of(error: BaseException) -> str:
+    """Kind and place of an error without its message, which may quote what a person wrote."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return type(error).__name__
+    code = trace.tb_frame.f_code
+    return f"{type(error).__name__} in {code.co_qualname}, {code.co_filename}:{trace.tb_lineno}"

@@ -11,7 +11,7 @@ import hashlib
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
@@ -52,6 +52,16 @@ class Settings(BaseSettings):
         default=None, description="devices to watch, as CUDA_VISIBLE_DEVICES; default: that, or all"
     )
     mirror_share: float = Field(default=0.01, ge=0.0, le=1.0)
+    mirror_body_kib: int = Field(
+        default=1024, ge=1, le=1 << 20, description="text of a request or answer kept, KiB"
+    )
+    mirror_rotate_mib: float = Field(default=64, ge=0.001, le=65536, allow_inf_nan=False)
+    mirror_rotate_seconds: float = Field(default=3600, ge=0.1, le=31_536_000, allow_inf_nan=False)
+    mirror_fsync: Literal["always", "second", "rotate"] = "second"
+    mirror_compress: bool = True
+    mirror_max_gib: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="what all traffic may take, GiB"
+    )
     mirror_key: SecretStr | None = Field(default=None, description="key of sampling and pseudonyms")
 
     def __init__(self, **values: Any) -> None:

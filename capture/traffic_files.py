@@ -13,7 +13,8 @@ from typing import BinaryIO, cast
 
 from capture.errors import CaptureError
 
-PATTERNS = ("*.jsonl", "*.jsonl.part", "*.jsonl.zst")
+SUFFIXES = (".jsonl.part", ".jsonl", ".jsonl.zst")
+"""The names a traffic file has one after the other: being written, finished, compressed."""
 
 
 class TrafficFileError(CaptureError):
@@ -23,22 +24,33 @@ class TrafficFileError(CaptureError):
 def traffic_files(path: Path) -> list[Path]:
     """The file itself, or the traffic files of a directory in the order of their names.
 
-    Raises TrafficFileError when there is none.
+    A file that is there under two names, because it was being compressed when its writer was
+    killed, is given once. Raises TrafficFileError when there is none.
     """
     if path.is_dir():
-        found = [file for pattern in PATTERNS for file in path.glob(pattern) if not file.is_dir()]
+        found = _listed(path)
         if not found:
             raise TrafficFileError(
-                f"{path} holds no traffic ({', '.join(PATTERNS)}): serve with `--mirror-share 1` "
-                "first"
+                f"{path} holds no traffic (*.jsonl, .part and .zst too): serve with "
+                "`--mirror-share 1` first"
             )
-        return sorted(found)
+        return found
     if not path.exists():
         raise TrafficFileError(
             f"there is no traffic at {path}: name a traffic file or a directory of them, or serve "
             "with `--mirror-share 1` first"
         )
     return [path]
+
+
+def _listed(directory: Path) -> list[Path]:
+    """Listed twice: a file that is renamed during one listing may be missing from that one."""
+    latest: dict[str, int] = {}
+    for file in [*directory.iterdir(), *directory.iterdir()]:
+        base, dot, suffix = file.name.rpartition(".jsonl")
+        if dot and dot + suffix in SUFFIXES and not file.is_dir():
+            latest[base] = max(latest.get(base, 0), SUFFIXES.index(dot + suffix))
+    return [directory / f"{base}{SUFFIXES[rank]}" for base, rank in sorted(latest.items())]
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

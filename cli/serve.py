@@ -19,11 +19,10 @@ import typer
 from cli.main import app
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastapi import FastAPI
 
     from capture.frames import TraceWriter
+    from capture.mirror import Mirror
     from capture.settings import Settings
     from engine.core import Engine
     from engine.metrics import EngineMetrics
@@ -167,7 +166,6 @@ def _build(
     components = _components(loaded, options)
     info = {"fingerprint": digest_of(components), "model": name, **components}
     metrics = EngineMetrics(name)
-    on_request_end, is_mirrored = _mirror(options, settings, metrics, cleanup)
     writer = _trace_writer(settings, cleanup) if options.trace else None
     tracer = None if writer is None else StepTracer(writer)
     if tracer is not None:
@@ -186,8 +184,7 @@ def _build(
         model_name=name,
         template=loaded.template,
         fingerprint=components,
-        on_request_end=on_request_end,
-        is_mirrored=is_mirrored,
+        mirror=_mirror(options, settings, metrics, cleanup),
         marks=Marks(writer.mark if writer else None, from_anywhere=options.marks_from_anywhere),
     )
     _telemetry(settings, writer, metrics, cleanup)
@@ -276,25 +273,18 @@ def _telemetry(
 
 def _mirror(
     options: _Options, settings: Settings, metrics: EngineMetrics, cleanup: ExitStack
-) -> tuple[Callable[[dict[str, Any]], None] | None, Callable[[str], bool] | None]:
-    """Where finished requests go, and which conversations will be kept; None without a mirror."""
-    from capture.mirror import Mirror, is_sampled, load_key
+) -> Mirror | None:
+    """Where finished requests go, if any are kept."""
+    from capture.mirror import Mirror
+    from capture.mirror_metrics import MirrorCollector
 
     share = settings.mirror_share if options.mirror_share is None else options.mirror_share
     if share == 0:
-        return None, None
-    configured = settings.mirror_key
-    key = load_key(settings.home, configured.get_secret_value() if configured else None)
-    mirror = Mirror(settings.traffic, share=share, key=key)
+        return None
+    mirror = Mirror.from_settings(settings, share)
     cleanup.callback(mirror.close)
-    for text, read in (
-        ("written", lambda: mirror.counters.written),
-        ("skipped", lambda: sum(mirror.counters.skipped.values())),
-        ("queued", lambda: mirror.counters.queued),
-        ("dropped", lambda: mirror.counters.dropped),
-    ):
-        metrics.watch(f"mirror_records_{text}", f"Traffic records {text} by the mirror.", read)
-    return mirror.offer, lambda conversation: is_sampled(conversation, share, key)
+    metrics.registry.register(MirrorCollector(mirror, "inferloop:mirror", metrics.labels))
+    return mirror
 
 
 def _run(application: FastAPI, engine: Engine, listener: socket.socket, *, ready: str) -> None:

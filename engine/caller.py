@@ -26,14 +26,15 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`request_id` 32 hex digits; `traceparent` is the header to answer with."""
+    """`request_id` 32 hex digits; `traceparent` is the header to answer with; `conversation` is
+    the client's name of it, None when it gave none."""
 
     request_id: str
     traceparent: str
     priority: int
     tenant: str
     route: str
-    conversation_id: str
+    conversation: str | None
     detail: bool
     client: str | None
     headers: dict[str, str]
@@ -63,7 +64,7 @@ def read_caller(
     traceparent that is not valid is ignored, as W3C Trace Context requires."""
     trace_id, flags = _trace(headers.get("traceparent"))
     request_id = ids.assign(trace_id)
-    conversation = headers.get("x-conversation") or request_id
+    conversation = headers.get("x-conversation") or ""
     if len(conversation) > MAX_CONVERSATION_CHARS or not conversation.isprintable():
         raise RequestError(
             f"X-Conversation has {len(conversation)} characters: at most "
@@ -76,7 +77,7 @@ def read_caller(
         priority=_priority(headers.get("x-priority")),
         tenant=_name(headers.get("x-tenant"), "X-Tenant", "default"),
         route=_name(headers.get("x-route"), "X-Route", default_route),
-        conversation_id=conversation,
+        conversation=conversation or None,
         detail=headers.get("x-inferloop-detail") == "1",
         client=client,
         headers={k: headers[k][:MAX_KEPT_CHARS] for k in sorted(KEPT_HEADERS) if k in headers},

@@ -9,10 +9,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from engine.caller import Caller, RequestIds, class_key
 from engine.chat_prompt import Piece, Template, render_chat
@@ -38,18 +38,32 @@ LARGE_TEXT = 10_000
 """A prompt of more characters is tokenized on another thread, so that streams are not held up."""
 
 
+class TrafficMirror(Protocol):
+    """Who is told of finished requests; nothing it is told may make it raise or wait."""
+
+    def opening_id(self, tenant: str, messages: Iterable[dict[str, Any]]) -> str | None:
+        """The id of a conversation that its client did not name, the same for all its turns."""
+
+    def keeps(self, conversation_id: str) -> bool:
+        """Whether this conversation's records will be kept, and alternatives are worth it."""
+
+    def offer(self, record: dict[str, Any]) -> None:
+        """A finished, failed or cancelled request: the raw fields of `inferloop.traffic/1`."""
+
+    def skip(self, reason: str) -> None:
+        """A request that could not be read, so that there is no record of it."""
+
+
 @dataclass(frozen=True)
 class Service:
-    """What all requests of a server share. `fingerprint` is the digest over `components`;
-    `is_mirrored` tells by a conversation's id whether its records will be kept."""
+    """What all requests of a server share. `fingerprint` is the digest over `components`."""
 
     engine: Engine
     model_name: str
     template: Template
     fingerprint: str
     components: dict[str, Any]
-    on_request_end: Callable[[dict[str, Any]], None] | None
-    is_mirrored: Callable[[str], bool] | None
+    mirror: TrafficMirror | None
     ids: RequestIds = field(default_factory=RequestIds)
 
 
@@ -84,6 +98,7 @@ class Exchange:
         self._arrival_ns = arrival_ns
         self._arrival = datetime.now(UTC)
         self._body: CompletionBody | ChatBody | None = None
+        self._conversation_id = caller.conversation or caller.request_id
         self._rendered: str | None = None
         self._prompt_ids: list[int] | None = None
 
@@ -91,6 +106,7 @@ class Exchange:
         """Render, tokenize, resolve the sampling parameters and queue the request. Raises
         `RequestError`."""
         self._body = body
+        self._conversation_id = self._name_conversation(body)
         try:
             return await self._submit(body)
         except RequestError as error:
@@ -127,8 +143,17 @@ class Exchange:
         return self.accepted
 
     def _is_mirrored(self) -> bool:
-        decide = self.service.is_mirrored
-        return decide is not None and decide(self.caller.conversation_id)
+        mirror = self.service.mirror
+        return mirror is not None and mirror.keeps(self._conversation_id)
+
+    def _name_conversation(self, body: CompletionBody | ChatBody) -> str:
+        """The client's name of the conversation, else one that its other turns get too, else the
+        request's: what is not a chat is a conversation of its own."""
+        caller, mirror = self.caller, self.service.mirror
+        if caller.conversation or mirror is None or not isinstance(body, ChatBody):
+            return caller.conversation or caller.request_id
+        messages = ({"role": m.role, "content": m.content} for m in body.messages)
+        return mirror.opening_id(caller.tenant, messages) or caller.request_id
 
     def detail(self, accepted: Accepted) -> dict[str, Any]:
         """The extension object for a client that sent X-Inferloop-Detail: 1."""
@@ -168,12 +193,22 @@ class Exchange:
             ttft_s=None if timings["ttft_ms"] is None else timings["ttft_ms"] / 1e3,
             tokens=tokens,
         )
-        if self.service.on_request_end is None or self._body is None:
+        self._tell_mirror(timings)
+
+    def _tell_mirror(self, timings: dict[str, Any]) -> None:
+        mirror = self.service.mirror
+        if mirror is None:
+            return
+        if self._body is None:
+            code = None if self.error is None else self.error.code
+            mirror.skip(code or "unreadable")
             return
         try:
-            self.service.on_request_end(self._record(self._body, timings))
-        except Exception:
-            log.exception("the traffic record of %s was lost", self.caller.request_id)
+            mirror.offer(self._record(self._body, timings))
+        except Exception as error:  # noqa: BLE001 - its message may quote what a person wrote
+            kind = type(error).__name__
+            log.error("the traffic record of %s was lost: %s", self.caller.request_id, kind)
+            mirror.skip("failed")
 
     async def _tokenize(self, body: CompletionBody | ChatBody) -> list[int]:
         if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
@@ -233,6 +268,14 @@ class Exchange:
         system = body.system_prompt if isinstance(body, ChatBody) else None
         return class_key(self.caller.tenant, self.caller.route, system)
 
+    def _prompt_text(self) -> str | None:
+        """The prompt as the model saw it; of a prompt of token ids their text, without which
+        nobody could tell whether they hold personal data."""
+        is_known = self._rendered is not None or self._prompt_ids is None
+        if is_known or self.accepted is None or not self._is_mirrored():
+            return self._rendered
+        return self.service.engine.tokenizer.decode(self._prompt_ids)
+
     def _timings(self, end_ns: int) -> dict[str, Any]:
         def since_arrival(at_ns: int) -> float | None:
             return (at_ns - self._arrival_ns) / 1e6 if at_ns else None
@@ -260,7 +303,7 @@ class Exchange:
         return {
             "schema": TRAFFIC_SCHEMA,
             "request_id": caller.request_id,
-            "conversation_id": caller.conversation_id,
+            "conversation_id": self._conversation_id,
             "arrival": self._arrival.isoformat(timespec="microseconds"),
             "arrival_ns": self._arrival_ns,
             "endpoint": self.endpoint,
@@ -272,7 +315,7 @@ class Exchange:
             "model": body.model,
             **_content(body),
             "prompt_token_ids": self._prompt_ids,
-            "rendered_prompt": self._rendered,
+            "rendered_prompt": self._prompt_text(),
             "sampling": _sampling(params),
             "sampling_set": _set_by_client(body),
             "status": self.status,

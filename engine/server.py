@@ -23,7 +23,7 @@ from engine.caller import read_caller
 from engine.chat_prompt import Template
 from engine.core import Engine
 from engine.errors import RequestError
-from engine.exchange import Endpoint, Exchange, Service
+from engine.exchange import Endpoint, Exchange, Service, TrafficMirror
 from engine.exposition import render
 from engine.fingerprint import digest_of
 from engine.marks import Marks
@@ -70,16 +70,13 @@ def create_app(
     model_name: str,
     template: Template,
     fingerprint: dict[str, Any],
-    on_request_end: Callable[[dict[str, Any]], None] | None = None,
-    is_mirrored: Callable[[str], bool] | None = None,
+    mirror: TrafficMirror | None = None,
     marks: Marks | None = None,
 ) -> FastAPI:
     """The application. It starts the engine with the server and drains it at shutdown.
 
     `fingerprint` holds the build's components; its digest is the `system_fingerprint` of answers.
-    `on_request_end` gets every request that could be read, as the raw fields of
-    `inferloop.traffic/1`, failed and cancelled ones included. `is_mirrored` says
-    of a conversation id whether they will be kept, and alternatives are worth recording.
+    `mirror` is told of every request, failed and cancelled ones included.
     `marks` takes operators' marks; without it there is nowhere to put them.
     """
     service = Service(
@@ -88,8 +85,7 @@ def create_app(
         template=template,
         fingerprint=digest_of(fingerprint),
         components=fingerprint,
-        on_request_end=on_request_end,
-        is_mirrored=is_mirrored,
+        mirror=mirror,
     )
 
     @asynccontextmanager
@@ -221,8 +217,12 @@ async def _answer(
     except BodyTooSlow as error:
         return _closing(Refusal(error, exchange))
     except RequestError as error:
+        if exchange is None and service.mirror is not None:
+            service.mirror.skip("unreadable")
         return Refusal(error, exchange)
     except ClientDisconnect:
+        if service.mirror is not None:
+            service.mirror.skip("client_gone")
         return Response(status_code=499)
 
 

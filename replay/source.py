@@ -6,7 +6,6 @@ of its file is used. Not for writing what a server sees: that is `capture.mirror
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 from collections import Counter
@@ -14,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import ValidationError
 
 from capture.traffic import SCHEMA, Sampling, TrafficRecord
+from capture.traffic_files import TrafficFileError, numbered_lines, traffic_files
 from replay.errors import TrafficError
 from replay.stream import one_line
 
@@ -58,8 +58,8 @@ class Traffic:
     """What a traffic file holds: replayable records in order of arrival, and what was left out.
 
     `skipped` counts valid records that cannot be replayed, by reason: failed (an error when
-    recorded), truncated, no content. `digest` is the SHA-256 of the files' bytes; `shortened_s`
-    the idle time that was taken out of the schedule.
+    recorded), truncated, no content. `digest` is the SHA-256 of the files' lines, the same before
+    and after compression; `shortened_s` the idle time that was taken out of the schedule.
     """
 
     records: list[ScheduledRecord]
@@ -71,12 +71,12 @@ class Traffic:
 
 
 def read_traffic(path: Path, *, limit: int | None = None) -> Traffic:
-    """Read one traffic file, or all `*.jsonl` and `*.jsonl.part` files of a directory.
+    """Read one traffic file, or all of a directory (`*.jsonl`, `.part` and `.zst` too).
 
     `limit` keeps the first so many replayable records. Raises TrafficError when there is no file
     or nothing to replay in it.
     """
-    files = _traffic_files(path)
+    files = _files(path)
     broken: list[BrokenLine] = []
     skipped: Counter[str] = Counter()
     timed: list[tuple[float, TrafficRecord]] = []
@@ -222,42 +222,21 @@ class _ArrivalClock:
         return derived
 
 
-def _traffic_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        found = [*path.glob("*.jsonl"), *path.glob("*.jsonl.part")]
-        files = sorted(file for file in found if not file.is_dir())
-        if not files:
-            raise TrafficError(
-                f"{path} holds no traffic (*.jsonl): serve with `--mirror-share 1` first"
-            )
-        return files
-    if not path.exists():
-        raise TrafficError(
-            f"there is no traffic at {path}: give --traffic, or serve with `--mirror-share 1` first"
-        )
-    return [path]
+def _files(path: Path) -> list[Path]:
+    try:
+        return traffic_files(path)
+    except TrafficFileError as error:
+        raise TrafficError(str(error)) from error
 
 
 def _lines(path: Path, digest: Any) -> Iterator[tuple[int, bytes]]:
     try:
-        with _open(path) as file:
-            for number, line in enumerate(file, start=1):
-                digest.update(line)
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if text.strip():
-                    yield number, text.rstrip(b"\r\n")
-    except OSError as error:
-        raise TrafficError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _open(path: Path) -> BinaryIO:
-    """The file, also when the mirror has finished (renamed) it since it was listed."""
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        if path.suffix != ".part":
-            raise
-        return path.with_suffix("").open("rb")
+        for number, line in numbered_lines(path):
+            digest.update(line)
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")
+    except TrafficFileError as error:
+        raise TrafficError(str(error)) from error
 
 
 def _nothing_to_replay(

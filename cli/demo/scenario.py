@@ -95,7 +95,7 @@ class Scenario:
     async def _serve_and_trace(self) -> Path:
         """Serve the old build with trace and mirror on; returns the traffic file it leaves."""
         self._title("1. Serve: every token goes into the trace, every request is kept")
-        before = set(self._settings.traffic.glob("*.jsonl"))
+        before = set(self._settings.traffic.glob("*.jsonl*"))
         async with self._server("--weights int8 --mirror-share 1") as server:
             began = now()
             with self._bar("sending prompts", len(self._prompts)) as advance:
@@ -104,7 +104,7 @@ class Scenario:
             await self._until_visible(began, len(self._prompts))
             self._command("sql", queries.CLASSES)
             self._command("sql", queries.SLOW_TOKENS)
-        written = sorted(set(self._settings.traffic.glob("*.jsonl")) - before)
+        written = sorted(set(self._settings.traffic.glob("*.jsonl*")) - before)
         if not written:
             raise DemoError(f"the mirror wrote no traffic file in {self._settings.traffic}")
         return written[-1]

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from capture.traffic import TrafficRecord
+from capture.traffic_files import numbered_lines, traffic_files
 from tests.engine.tiny_model import write_tiny_model
 
 
@@ -80,11 +81,8 @@ def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -
         assert soft == hard, "a full queue needs more connections than the usual soft limit"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    lines = [
-        line
-        for file in (tmp_path / "traffic").glob("*.jsonl")
-        for line in file.read_text().splitlines()
-    ]
+    files = traffic_files(tmp_path / "traffic")
+    lines = [line for file in files for _, line in numbered_lines(file)]
     assert [TrafficRecord.model_validate_json(line).status for line in lines] == [200]
 
 

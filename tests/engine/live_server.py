@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -81,14 +81,35 @@ class LiveServer:
         return self.records[count - 1]
 
 
+@dataclass
+class RecordingMirror:
+    """Keeps what the server tells its mirror; `kept` names conversations, None: all."""
+
+    records: list[dict[str, Any]]
+    kept: frozenset[str] | None = frozenset()
+    skipped: list[str] = field(default_factory=list)
+
+    def opening_id(self, tenant: str, messages: Iterable[dict[str, Any]]) -> str | None:
+        return None
+
+    def keeps(self, conversation_id: str) -> bool:
+        return self.kept is None or conversation_id in self.kept
+
+    def offer(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def skip(self, reason: str) -> None:
+        self.skipped.append(reason)
+
+
 @contextmanager
 def live_server(runner: Any = None, **options: Any) -> Iterator[LiveServer]:
-    """Serve until the block ends; `template` and `is_mirrored` go to the app, other options to
+    """Serve until the block ends; `template` and `mirror` go to the app, other options to
     `Engine`. The model's name is "fake" whatever it is. `writer`: a `TraceWriter` to trace into."""
     runner = runner or FakeRunner()
     writer = options.pop("writer", None) or RecordingWriter()
     records: list[dict[str, Any]] = []
-    is_mirrored = options.pop("is_mirrored", None)
+    mirror = options.pop("mirror", None) or RecordingMirror(records)
     template = options.pop("template", PlainTemplate())
     engine = Engine(
         runner,
@@ -104,8 +125,7 @@ def live_server(runner: Any = None, **options: Any) -> Iterator[LiveServer]:
         model_name="fake",
         template=template,
         fingerprint={"weights": "w", "code": "c"},
-        on_request_end=records.append,
-        is_mirrored=is_mirrored,
+        mirror=mirror,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     bound_waits(listener)

@@ -97,7 +97,7 @@ def test_a_file_finished_while_it_is_read_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_text(lines(arrived(1, 0, 0)))
-    monkeypatch.setattr("replay.source._traffic_files", lambda path: [path / "a.jsonl.part"])
+    monkeypatch.setattr("replay.source.traffic_files", lambda path: [path / "a.jsonl.part"])
     assert len(read_traffic(tmp_path).records) == 1
 
 

@@ -17,6 +17,7 @@ from tests.engine.live_server import (
     HI,
     TEXT,
     LiveServer,
+    RecordingMirror,
     body,
     chat,
     chunks,
@@ -198,16 +199,16 @@ def test_every_request_leaves_a_valid_traffic_record(server: LiveServer) -> None
 
 
 def test_alternatives_are_recorded_for_mirrored_conversations_only() -> None:
-    with live_server(is_mirrored=lambda conversation: conversation == "kept") as server:
+    mirror = RecordingMirror([], kept=frozenset({"kept"}))
+    with live_server(mirror=mirror) as server:
         for conversation in ("kept", "other"):
             answer = server.client.post(
                 TEXT, json=body(logprobs=1), headers={"X-Conversation": conversation}
             )
             top = answer.json()["choices"][0]["logprobs"]["top_logprobs"]
             assert [len(position) for position in top] == [1] * 5
-        kept = [len(item["token_ids"]) for item in server.record(1)["top"]]
-        other = [len(item["token_ids"]) for item in server.record(2)["top"]]
-        assert (kept, other) == ([5] * 5, [1] * 5)
+    kept, other = ([len(item["token_ids"]) for item in r["top"]] for r in mirror.records)
+    assert (kept, other) == ([5] * 5, [1] * 5)
 
 
 def test_finish_times_reach_the_trace_in_order(server: LiveServer) -> None:
