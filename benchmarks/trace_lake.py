@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
 
+from capture.ingest import LOGPROB_BITS, MARGIN_BITS, rounded
 from capture.rollup import ALL_STEPS, roll_up
 
 if TYPE_CHECKING:
@@ -21,10 +22,21 @@ if TYPE_CHECKING:
 
 START = np.datetime64("2026-01-01T00:00:00", "us")
 CHUNK_TOKENS = 4_000_000
-ROLL_S = 60.0
+ROLL_S = 600.0
+"""The collector does it ten times as often, which makes about a third more rows."""
 BASE_MS, PER_REQUEST_MS, PREFILL_MS = 12.0, 0.15, 0.05
 """Of a step: alone, for each running request, for each prompt token."""
+VALUES = 1 << 20
 VOCABULARY = 49152
+LOGPROBS = (
+    *(0.0, 0.0007, 0.0025, 0.0063, 0.0127, 0.0224, 0.0379, 0.0614, 0.0939, 0.1343, 0.189),
+    *(0.2646, 0.3494, 0.4444, 0.5459, 0.6626, 0.7856, 0.9532, 1.1489, 1.4385, 3.3965),
+)
+MARGINS = (
+    *(0.0, 0.148, 0.318, 0.484, 0.69, 0.906, 1.153, 1.416, 1.704, 2.02, 2.362, 2.73, 3.154),
+    *(3.629, 4.117, 4.641, 5.27, 6.012, 6.928, 8.35, 14.969),
+)
+"""Of 11,000 tokens of SmolLM2-135M on real prompts, every twentieth part; logprobs negated."""
 
 _SOURCES = {
     "conv": 'SELECT epoch_us("TIMESTAMP"::TIMESTAMP) / 1e6 AS at_s, ContextTokens AS prompt, '
@@ -34,17 +46,19 @@ _SOURCES = {
     "chat": "SELECT timestamp / 1e3 AS at_s, input_length AS prompt, output_length AS output "
     "FROM read_json('{}/mooncake_conversation.jsonl')",
 }
+
 # A request's token at each step from its first one on; inside a step all waited equally long.
+# Sorted as commits of a second are.
 _TOKENS = f"""
-INSERT INTO tokens SELECT $engine::UUID, r.slot, r.first_step + p, p,
-    ({VOCABULARY} * pow(random(), 4))::INTEGER, p = 0,
+INSERT INTO tokens SELECT $engine::UUID, r.slot, s.step, p, v.token_id, p = 0,
     make_timestamp(s.ended_us), if(p = 0, s.ended_us - r.arrived_us, s.spent_us),
-    round(-pow(random(), 8) * 4, 3), round(-2 * ln(1 - random()), 3), (r.prompt + p) // 16 + 1
+    v.logprob, v.margin, (r.prompt + p) // 16 + 1
 FROM made_requests AS r,
     unnest(range(greatest(0, $from - r.first_step), least(r.output, $to - r.first_step))) AS u(p)
 JOIN made_steps AS s ON s.step = r.first_step + p
+JOIN made_values AS v ON v.number = (r.slot * 7919 + p) % {VALUES}
 WHERE r.first_step < $to AND r.first_step + r.output > $from
-ORDER BY s.step, r.slot
+ORDER BY s.ended_us // 1000000, r.slot, p
 """
 _REQUESTS = """
 INSERT INTO requests SELECT $engine::UUID, slot, md5($name || slot), make_timestamp(arrived_us),
@@ -59,8 +73,10 @@ FROM made_requests AS r JOIN made_steps AS f ON f.step = first_step
 JOIN made_steps AS l ON l.step = first_step + output - 1 ORDER BY slot
 """
 _STEPS = """
-INSERT INTO steps SELECT $engine::UUID, step, make_timestamp(ended_us - spent_us), 20, 30,
-    spent_us - 90, 40, NULL, 0, running, running, 0, 0, 65536, 0, NULL
+INSERT INTO steps SELECT $engine::UUID, step, make_timestamp(ended_us - spent_us),
+    20 + (160 * random())::INTEGER / 8, 30 + (160 * random())::INTEGER / 8,
+    greatest(spent_us - 130, 0) + (7 * random())::INTEGER / 8, 40 + (160 * random())::INTEGER / 8,
+    NULL, 0, running, running, 0, 64 * running, 65536, 0, NULL
 FROM made_steps WHERE running > 0 ORDER BY step
 """
 
@@ -107,10 +123,26 @@ def read_arrivals(data: Path) -> dict[str, Arrivals]:
 def write_lake(lake: duckdb.DuckDBPyConnection, data: Path, tokens: int) -> None:
     """Fill the lake with about `tokens` tokens: an engine and a class for each recording."""
     recordings = read_arrivals(data)
+    lake.register("made_values", _values())
     total = sum(found.tokens for found in recordings.values())
     for number, (name, found) in enumerate(recordings.items(), start=1):
         share = max(1, tokens * found.tokens // total)
         _write_engine(lake, str(UUID(int=number)), name, found.repeated(share))
+    lake.unregister("made_values")
+
+
+def _values() -> dict[str, NDArray[Any]]:
+    """Token ids by Zipf's law, log-probabilities and margins, in the precision of the lake."""
+    rng = np.random.default_rng(0)
+    parts = np.linspace(0, 1, len(LOGPROBS))
+    logprobs = -np.interp(rng.random(VALUES), parts, LOGPROBS).astype(np.float32)
+    margins = np.interp(rng.random(VALUES), parts, MARGINS).astype(np.float32)
+    return {
+        "number": np.arange(VALUES),
+        "token_id": (VOCABULARY ** rng.random(VALUES)).astype(np.int32),
+        "logprob": rounded(logprobs, LOGPROB_BITS),
+        "margin": rounded(margins, MARGIN_BITS),
+    }
 
 
 def _write_engine(

@@ -52,8 +52,9 @@ ARROW_TYPES = {
     "TIMESTAMP": pa.timestamp("us"),
 }
 LIMITS = {"INTEGER": 1 << 31, "BIGINT": 1 << 63}
-LOGPROB_BITS, MARGIN_BITS = 10, 8
-"""Behind the binary point: a probability is kept within 0.05 %, and a token takes 1 byte less."""
+LOGPROB_BITS, MARGIN_BITS, DURATION_BITS = 10, 8, 3
+"""Kept behind the binary point, which saves bytes where they are many: probabilities stay within
+0.05 %, a step's durations within 1/16 us."""
 
 
 def rounded(values: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.float32]:
@@ -234,7 +235,7 @@ class RingRows:
             "started_at": self._walls(steps["start_ns"]),
         }
         for name in ("schedule_us", "prepare_us", "forward_us", "sample_us", "device_us"):
-            columns[name] = steps[name]
+            columns[name] = rounded(steps[name], DURATION_BITS)
         for name in (
             "prefill_tokens",
             "decode_tokens",
