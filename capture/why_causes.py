@@ -133,8 +133,8 @@ EXPLAINED = Piece(
                     WHEN is_incomplete OR preemptions > 0 THEN 0
                     WHEN between_us > 1.5 * own_between_us * steps + 200
                     THEN between_us - own_between_us * steps ELSE 0 END AS between_raw_us,
-                CASE WHEN class_requests >= {ENOUGH} THEN class_share
-                    WHEN tenant_requests >= {ENOUGH} THEN tenant_share END AS usual_share
+                CASE WHEN class_requests >= {ENOUGH} THEN class_hits
+                    WHEN tenant_requests >= {ENOUGH} THEN tenant_hits END AS usual_hits
             FROM measured
         )
     )""",
@@ -142,13 +142,12 @@ EXPLAINED = Piece(
 
 CLAIMS = Piece(
     "claims",  # what each cause explains
-    f"""
+    """
     SELECT *, if(preemptions > 0, greatest(0, if(is_first, emitted_at_us - preempted_at_us, lost_us)
             - gc_us - host_us - slow_us), 0) AS preempted_us,
-        if(is_first AND usual_share >= {SHARE}
-            AND cached_tokens < 0.5 * usual_share * prompt_tokens,
-            own_us * least(1, (usual_share * prompt_tokens - cached_tokens)
-                / greatest(1, own_prompt_tokens)), 0) AS miss_us,
+        if(is_first AND cached_tokens < 0.5 * usual_hits,
+            own_us * least(1, (usual_hits - cached_tokens) / greatest(1, own_prompt_tokens)), 0)
+            AS miss_us,
         own_us - miss_us AS prefill_us
     FROM explained""",
 )

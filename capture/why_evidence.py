@@ -247,11 +247,11 @@ CLAIMED = (
     Claim(
         "prefix miss",
         "c.miss_us",
-        "{} of {} prompt tokens cached, usually {:.0f} % of {}; computing the rest cost {}",
+        "{} of {} prompt tokens cached, usually {:.0f} of {}; computing the rest cost {}",
         (
             "c.cached_tokens",
             "c.prompt_tokens",
-            "100 * c.usual_share",
+            "c.usual_hits",
             f"if(c.class_requests >= {ENOUGH}, c.class_key, 'tenant ' || c.tenant)",
             ms("c.miss_us"),
         ),

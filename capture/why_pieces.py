@@ -244,22 +244,23 @@ QUEUE = Piece(
 PEERS = Piece(
     "peers",  # other requests of its class and tenant: their TTFT, cache hits, sending
     f"""
-    SELECT w.engine_id, w.slot,
-        median(ttft_us) FILTER (p.class_key = w.class_key) AS ttft_us,
-        count(*) FILTER (p.class_key = w.class_key AND p.slot < w.slot) AS class_requests,
-        median(share) FILTER (p.class_key = w.class_key AND p.slot < w.slot) AS class_share,
-        count(*) FILTER (p.slot < w.slot AND p.tenant = w.tenant) AS tenant_requests,
-        median(share) FILTER (p.slot < w.slot AND p.tenant = w.tenant) AS tenant_share,
+    SELECT engine_id, slot, median(ttft_us) FILTER (is_class) AS ttft_us,
+        count(*) FILTER (is_class AND is_earlier) AS class_requests,
+        median(hits) FILTER (is_class AND is_earlier) AS class_hits,
+        count(*) FILTER (is_tenant AND is_earlier) AS tenant_requests,
+        median(hits) FILTER (is_tenant AND is_earlier) AS tenant_hits,
         count(sending_us) AS sent, median(sending_us) AS sending_us
-    FROM wanted AS w JOIN (
-        SELECT r.engine_id, r.slot, r.tenant, r.class_key,
-            r.cached_tokens / nullif(r.prompt_tokens, 0) AS share,
+    FROM (
+        SELECT w.engine_id, w.slot, r.class_key = w.class_key AS is_class,
+            r.tenant = w.tenant AS is_tenant, r.slot < w.slot AS is_earlier,
+            least(r.cached_tokens, r.cached_tokens / nullif(r.prompt_tokens, 0) * w.prompt_tokens)
+                AS hits,
             epoch_us(f.first_token_at) - epoch_us(r.arrived_at) AS ttft_us,
             epoch_us(f.flushed_at) - epoch_us(f.last_token_at) AS sending_us
-        FROM requests AS r LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
-    ) AS p ON p.engine_id = w.engine_id AND p.slot <> w.slot
-        AND p.slot BETWEEN w.slot - {PEER_SLOTS} AND w.slot + {PEER_SLOTS}
-    GROUP BY w.engine_id, w.slot""",
+        FROM wanted AS w JOIN requests AS r ON r.engine_id = w.engine_id AND r.slot <> w.slot
+            AND r.slot BETWEEN w.slot - {PEER_SLOTS} AND w.slot + {PEER_SLOTS}
+        LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
+    ) GROUP BY engine_id, slot""",
 )
 
 PIECES = (

@@ -158,6 +158,17 @@ def play_prefix_miss(stage: Stage) -> None:
     stage.run((SUBJECT,), 20)
 
 
+def play_longer_prompt(stage: Stage) -> None:
+    """What its class usually finds in the cache it found, too; the rest is its own."""
+    for slot in range(8):
+        stage.arrive(slot, prompt_tokens=100, cached_tokens=80)
+        stage.step((), {slot: 20})
+        stage.finish(slot)
+    stage.arrive(SUBJECT, prompt_tokens=400, cached_tokens=80)
+    stage.step((), {SUBJECT: 320})
+    stage.run((SUBJECT,), 20)
+
+
 def play_prefill(stage: Stage) -> None:
     """Nobody's prompts are ever cached: computing it is what a first token costs."""
     for slot in range(8):
@@ -202,7 +213,12 @@ def play_preempted_prefill(stage: Stage) -> None:
 
 FIRSTS: dict[str, tuple[Callable[[Stage], None], str, str]] = {
     "queued": (play_queue, "queued", "behind 3 running"),
-    "prefix miss": (play_prefix_miss, "prefix miss", "0 of 400 prompt tokens cached, usually 90 %"),
+    "prefix miss": (
+        play_prefix_miss,
+        "prefix miss",
+        "0 of 400 prompt tokens cached, usually 360",
+    ),
+    "longer prompt": (play_longer_prompt, "prefill", "400 prompt tokens, 80 of them cached"),
     "prefill": (play_prefill, "prefill", "400 prompt tokens, 0 of them cached, in 2 steps"),
     "shared": (play_shared_prefill, "shared a step with a prefill", "800 prompt tokens of"),
     "slow server": (play_slow_server, "engine idle", "between its arrival and its admission"),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from datetime import datetime, timedelta
 from pathlib import Path
 from uuid import UUID, uuid4
 
 import duckdb
 import pytest
+from click.testing import Result
 from rich.console import Console
+from typer.testing import CliRunner
 
 from capture.frames import TraceWriter
 from capture.lake import open_lake
@@ -28,6 +27,7 @@ from capture.why_lookup import (
     unknown,
 )
 from capture.why_report import BLOCKS, Explanation, duration, explain, plain, render
+from cli.main import app, load_commands
 from tests.capture.lakes import commit_rings
 from tests.capture.rings import new_ring, write_request, write_step
 from tests.capture.stage import Stage
@@ -43,6 +43,8 @@ from tests.capture.why.plays import (
 )
 
 NOW = datetime(2026, 3, 1, 12)
+
+load_commands()
 
 
 def of(lake: duckdb.DuckDBPyConnection, stage: Stage, slot: int = SUBJECT) -> Explanation:
@@ -199,15 +201,13 @@ def test_times_read_well_and_names_steer_no_terminal() -> None:
     assert plain("a\x1b[31mb") == "a\N{REPLACEMENT CHARACTER}[31mb"
 
 
-def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(home: Path, *arguments: str) -> Result:
     environment = {
-        **os.environ,
         "INFERLOOP_HOME": str(home),
         "INFERLOOP_RING_DIR": str(home / "rings"),
         "COLUMNS": "120",
     }
-    command = [sys.executable, "-m", "cli", "why", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return CliRunner().invoke(app, ["why", *arguments], env=environment)
 
 
 def test_the_command_prints_a_report_or_json(
@@ -215,7 +215,7 @@ def test_the_command_prints_a_report_or_json(
 ) -> None:
     identity: UUID = stages["gap: device"].players[SUBJECT].request_id
     report = run(home, f"chatcmpl-{identity.hex}")
-    assert report.returncode == 0, report.stderr
+    assert report.exit_code == 0, report.output
     assert "device slow: device time 29.6 ms" in " ".join(report.stdout.split())
     answer = json.loads(run(home, identity.hex[:12], "--json").stdout)
     assert answer["request"]["request_id"] == identity.hex
@@ -227,17 +227,13 @@ def test_the_command_prints_a_report_or_json(
 
 
 def test_the_commands_errors_are_clear(home: Path, tmp_path: Path) -> None:
-    missing = run(home, "ab" * 16)
-    assert missing.returncode == 1
-    assert missing.stderr.startswith("inferloop: no request 'abab")
-    nowhere = run(tmp_path, "ab" * 16)
-    assert nowhere.returncode == 1
-    assert "there is no trace lake" in nowhere.stderr
-    assert run(home).returncode == 2
-    assert run(home, "ab" * 16, "--slowest", "3").returncode == 2
-    assert run(home, "ab" * 16, "--by", "gap").returncode == 2
-    none = run(home, "--slowest", "3", "--since", "2100-01-01")
-    assert (none.returncode, "no request since 2100" in none.stderr) == (1, True)
+    assert "no request 'abab" in str(run(home, "ab" * 16).exception)
+    assert "there is no trace lake" in str(run(tmp_path, "ab" * 16).exception)
+    assert "no request since 2100" in str(
+        run(home, "--slowest", "3", "--since", "2100-01-01").exception
+    )
+    for wrong in ([], ["ab" * 16, "--slowest", "3"], ["ab" * 16, "--by", "gap"]):
+        assert run(home, *wrong).exit_code == 2
 
 
 def test_a_subject_whose_counts_are_unknown_is_shown(
