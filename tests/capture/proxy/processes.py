@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import zstandard
 
 from capture.decode import Frame, StepFrame, decode
 from capture.reader import RingReader
@@ -73,7 +75,7 @@ class ProxyProcess:
         """All frames in the ring so far."""
         (path,) = self.rings.glob("*.ring")
         frames: list[Frame] = []
-        with closing(RingReader(path)) as reader:
+        with contextlib.closing(RingReader(path)) as reader:
             while True:
                 batch = reader.read(1 << 20)
                 if not len(batch):
@@ -101,8 +103,14 @@ class ProxyProcess:
 
 def records_in(home: Path) -> list[dict[str, Any]]:
     """All traffic records under a home."""
-    files = sorted((home / "traffic").glob("traffic-*.jsonl*"))
-    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+    found = []
+    for file in sorted((home / "traffic").glob("traffic-*.jsonl*")):
+        with contextlib.suppress(FileNotFoundError):  # just finished under another name
+            data = file.read_bytes()
+            if file.suffix == ".zst":
+                data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+            found += [json.loads(line) for line in data.splitlines() if line.endswith(b"}")]
+    return found
 
 
 def wait_for(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:
