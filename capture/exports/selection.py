@@ -84,6 +84,11 @@ def choose(lake: duckdb.DuckDBPyConnection, selection: Selection) -> Window:
     if selection.request_ids:
         _check_found(lake, ids)
     if window is not None and selection.slowest is None:
+        if not _one(lake, "SELECT count(*) FROM chosen")[0]:
+            raise ExportError(
+                f"no request was at work from {window.start} to {window.end} UTC: see  "
+                'inferloop sql "SELECT min(arrived_at), max(arrived_at) FROM requests"'
+            )
         return window
     return _around(lake)
 
