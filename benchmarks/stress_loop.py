@@ -35,6 +35,7 @@ from benchmarks.report import report
 from capture.errors import LakeMissingError
 from capture.lake import open_lake
 from capture.settings import Settings
+from capture.traffic_files import numbered_lines, traffic_files
 from replay.builds import free_port
 
 MAX_TOKENS = 256
@@ -204,8 +205,8 @@ def _check(
             "quantile_cont(latency_us, 0.99) / 1000 FROM tokens WHERE NOT is_first"
         ).fetchall()[0]  # fmt: skip
     mirrored = set()
-    for file in [*settings.traffic.glob("*.jsonl"), *settings.traffic.glob("*.part")]:
-        for line in file.read_text(encoding="utf-8").splitlines():
+    for file in traffic_files(settings.traffic):
+        for _, line in numbered_lines(file):
             mirrored.add(json.loads(line)["request_id"])
     differing = [key for key, count in client.answers.items() if stored.get(key) != count]
     ttft = sorted(client.ttft_s)

@@ -9,12 +9,15 @@ import codecs
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from capture.errors import CaptureError
 
 SUFFIXES = (".jsonl.part", ".jsonl", ".jsonl.zst")
 """The names a traffic file has one after the other: being written, finished, compressed."""
+
+
+READ_BYTES = 1 << 16
 
 
 class TrafficFileError(CaptureError):
@@ -89,7 +92,47 @@ def _later_names(path: Path) -> list[Path]:
 
 
 def _decompressed(file: BinaryIO) -> BinaryIO:
-    import zstandard
+    return cast("BinaryIO", io.BufferedReader(_Frames(file), 1 << 20))
 
-    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return cast("BinaryIO", io.BufferedReader(cast("io.RawIOBase", reader), 1 << 20))
+
+class _Frames(io.RawIOBase):
+    """The content of zstd frames one after the other. Unlike the library's own reader it raises
+    ZstdError where the last one has no end: a file that was cut off must not pass for a short one.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._packed = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not self._packed:
+                self._packed = self._file.read(READ_BYTES)
+            if not self._packed:
+                return self._end()
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready = self._frame.decompress(self._packed)
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def _end(self) -> int:
+        import zstandard
+
+        if self._frame is not None:
+            raise zstandard.ZstdError("its end is missing: the file was cut off")
+        return 0

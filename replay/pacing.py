@@ -1,7 +1,8 @@
 """Open-loop pacing: each request is sent at its own time, however long the others take.
 
 Targets are absolute on a monotonic clock, so that small delays do not add up. Only the order
-within a conversation holds a request back: a turn is sent after the one before it was answered.
+within a conversation holds a request back: a turn is sent after the one before it was answered
+(`replay.turns`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from capture.traffic import TrafficRecord
 from replay.source import ScheduledRecord
+from replay.turns import Turns, turn_of
 
 Answer = TypeVar("Answer")
 LEAD_S = 0.05
@@ -74,7 +76,7 @@ async def run_schedule(
     cancels the requests in flight.
     """
     origin_ns = time.monotonic_ns() + int(LEAD_S * 1e9)
-    previous: dict[str, asyncio.Task[None]] = {}
+    turns: Turns[asyncio.Task[None]] = Turns()
 
     async def one(item: ScheduledRecord, before: asyncio.Task[None] | None) -> None:
         scheduled_ns = due_ns = origin_ns + int(item.offset_s / speed * 1e9)
@@ -89,9 +91,8 @@ async def run_schedule(
     async with asyncio.TaskGroup() as group:
         for item in records:
             await sleep_until(origin_ns + int(item.offset_s / speed * 1e9))
-            conversation = item.record.conversation_id
-            task = group.create_task(one(item, previous.get(conversation)))
-            previous[conversation] = task
+            turn = turn_of(item.record)
+            turns.note(turn, group.create_task(one(item, turns.before(turn))))
 
 
 async def sleep_until(target_ns: int) -> None:

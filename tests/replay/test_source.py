@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from capture.mirror import Mirror
 from replay.errors import TrafficError
@@ -91,6 +92,17 @@ def test_files_of_windows_editors_are_read(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     found = read_traffic(path)
     assert (len(found.records), found.broken) == (2, [])
+
+
+def test_compressing_a_file_changes_neither_its_traffic_nor_its_digest(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst"
+    plain.write_text(lines(arrived(1, 0, 0), arrived(2, 1, 1)))
+    packed.write_bytes(zstandard.compress(plain.read_bytes()))
+    assert read_traffic(packed).records == read_traffic(plain).records
+    assert read_traffic(packed).digest == read_traffic(plain).digest
+    packed.write_bytes(packed.read_bytes()[:-3])
+    with pytest.raises(TrafficError, match="cut off"):
+        read_traffic(packed)
 
 
 def test_a_file_finished_while_it_is_read_is_not_missed(
