@@ -77,7 +77,7 @@ def _is_postgres(catalog: str) -> bool:
     return catalog.startswith(("postgresql://", "postgres://", "postgresql+psycopg://"))
 
 
-def open_lake(
+def open_connection(
     place: LakePlace | Settings, *, read_only: bool = True, threads: int | None = None
 ) -> duckdb.DuckDBPyConnection:
     """A connection with the lake attached and in use; the caller closes it.
@@ -110,6 +110,9 @@ def open_lake(
     return connection
 
 
+open_lake = open_connection
+
+
 def new_cursor(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
     """A cursor for another thread; a plain `connection.cursor()` forgets the schema in use."""
     cursor = connection.cursor()
@@ -134,6 +137,7 @@ def connect(place: LakePlace, *, threads: int | None = None) -> duckdb.DuckDBPyC
     config: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
+        "enable_progress_bar": False,  # it writes to stdout, where others have their rows
     }
     if threads is not None:
         config["threads"] = threads

@@ -18,15 +18,23 @@ Every token that engines served is a row. Ask while they serve:
 
 The dialect is DuckDB's. `inferloop sql` reads and does nothing else: one SELECT in a process of its
 own, with a time limit (`--timeout`, 30 s), a memory limit (`--memory-mib`, 1024) and no access to
-other files or the network. From Python:
+other files or the network.
 
-    from capture.lake import open_lake
-    from capture.settings import Settings
+From Python, as Arrow, pandas or polars:
 
-    with open_lake(Settings()) as lake:
-        print(lake.sql("SELECT count(*) FROM tokens"))
+```python
+from capture import open_lake
 
-A thread of its own needs a cursor of its own: `capture.lake.new_cursor(lake)`.
+with open_lake() as lake:  # open_lake("/var/lib/inferloop"), open_lake(catalog="postgresql://...")
+    slow = lake.sql("SELECT * FROM slow_tokens(?)", [10]).arrow()
+    ttft = lake.sql("SELECT class_key, ttft_ms FROM request_latency").df()
+    gaps = lake.sql("SELECT tenant, gap_ms FROM token_gaps WHERE position < $n", {"n": 64}).pl()
+
+print(slow.num_rows, ttft.groupby("class_key").ttft_ms.median(), gaps.describe())
+```
+
+Threads may share a lake; each query sees what was committed before it. pandas and polars are
+yours to install.
 
 - Times are UTC, `TIMESTAMP` with microseconds. Durations name their unit: `ttft_ms`, `latency_us`.
   NULL = not measured.

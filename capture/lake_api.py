@@ -1,0 +1,133 @@
+"""The trace lake for Python programs: `from capture import open_lake`.
+
+Reads only, and may be shared by threads. Not for our own code, which needs DuckDB's connection
+(`capture.lake.open_connection`), nor for SQL of people we do not trust (`capture.query`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from capture.errors import LakeError, QueryError, first_line
+from capture.lake import LakePlace, new_cursor, open_connection
+from capture.settings import Settings
+
+if TYPE_CHECKING:
+    import duckdb
+    import pandas as pd
+    import polars as pl
+    import pyarrow as pa
+
+
+def open_lake(
+    home: str | Path | None = None,
+    *,
+    catalog: str | None = None,
+    data: str | None = None,
+    threads: int | None = None,
+) -> Lake:
+    """A trace lake, to be asked in SQL while engines write to it; close it, or use `with`.
+
+    Without arguments the lake of the settings (INFERLOOP_*, inferloop.toml). `home` is a data
+    directory as in INFERLOOP_HOME; `catalog` a SQLite file or postgresql:// URL, `data` where its
+    files lie if not where the catalog says. `threads`: how many DuckDB uses, default all cores.
+    Raises SettingsError, LakeMissingError, LakeVersionError or LakeError.
+    """
+    if home is None and catalog is None:
+        if data is not None:
+            raise LakeError(f"data={data!r} alone names no lake: give its catalog too")
+        settings = Settings()
+    else:
+        place = {"home": home} if home is not None else {}
+        settings = Settings(**place, lake_catalog=catalog, lake_data=data)
+    return Lake(open_connection(LakePlace.from_settings(settings), threads=threads))
+
+
+class Lake:
+    """An open trace lake. Its tables, views and macros are in docs/sql.md."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def sql(
+        self, query: str, params: Sequence[object] | Mapping[str, object] | None = None
+    ) -> Rows:
+        """Run one query; `params` fill its `?` (a sequence) or `$name` (a mapping).
+
+        Each call sees what was committed before it. Raises QueryError when the query is wrong or
+        would write.
+        """
+        import duckdb
+
+        try:
+            with self._lock:
+                cursor = new_cursor(self._connection)
+            with closing(cursor):
+                return Rows(cursor.execute(query, params).to_arrow_table())
+        except duckdb.Error as error:
+            raise QueryError(first_line(error)) from error
+
+    def close(self) -> None:
+        """Let go of the lake; what `sql` returned stays."""
+        with self._lock:
+            self._connection.close()
+
+    def __enter__(self) -> Lake:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Rows:
+    """What a query found: all of it, in memory, as often as wanted and in any form."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def arrow(self) -> pa.Table:
+        """As a pyarrow Table."""
+        return self._table
+
+    def df(self) -> pd.DataFrame:
+        """As a pandas DataFrame. Raises QueryError when pandas is not installed."""
+        try:
+            import pandas  # noqa: F401  pyarrow says less clearly that it is missing
+        except ImportError as error:
+            raise _missing("pandas", "df") from error
+        frame: pd.DataFrame = self._table.to_pandas()
+        return frame
+
+    def pl(self) -> pl.DataFrame:
+        """As a polars DataFrame. Raises QueryError when polars is not installed."""
+        try:
+            import polars
+        except ImportError as error:
+            raise _missing("polars", "pl") from error
+        frame = polars.from_arrow(self._table)
+        return frame if isinstance(frame, polars.DataFrame) else frame.to_frame()
+
+    def __repr__(self) -> str:
+        columns: list[Any] = self._table.schema.names
+        return f"<{len(self)} rows of {', '.join(columns)}>"
+
+
+def _missing(library: str, method: str) -> QueryError:
+    return QueryError(
+        f"{library} is not installed, so there is no .{method}(): pip install {library}, or take "
+        ".arrow()"
+    )

@@ -1,0 +1,125 @@
+"""The lake for Python programs, as the documentation shows it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+import capture
+from capture import open_lake
+from capture.errors import LakeError, LakeMissingError, QueryError
+from capture.lake import open_connection
+from capture.settings import Settings
+
+DOCS = Path(__file__).parents[2] / "docs" / "sql.md"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data directory with a lake of 100 marks, which the settings name."""
+    with open_connection(Settings(home=tmp_path), read_only=False) as lake:
+        lake.execute(
+            "INSERT INTO marks SELECT uuid(), TIMESTAMP '2026-03-01', 'deploy ' || i "
+            "FROM range(100) AS r(i)"
+        )
+    monkeypatch.setenv("INFERLOOP_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_lake_is_named_by_settings_home_or_catalog(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = home / "lake" / "catalog.sqlite"
+    for named in ({}, {"home": home}, {"home": str(home)}, {"catalog": str(catalog)}):
+        with open_lake(**named) as lake:
+            assert len(lake.sql("FROM marks")) == 100
+    monkeypatch.setenv("INFERLOOP_LAKE_CATALOG", "/nowhere/catalog.sqlite")
+    with open_lake(home) as lake:
+        assert len(lake.sql("FROM marks")) == 100, "a home that is named wins"
+    with pytest.raises(LakeMissingError, match="inferloop collect"):
+        open_lake()
+    with pytest.raises(LakeError, match="give its catalog too"):
+        open_lake(data="/somewhere")
+
+
+def test_rows_come_as_arrow_pandas_and_polars(home: Path) -> None:
+    with open_lake() as lake:
+        rows = lake.sql("SELECT engine_id, marked_at, text FROM marks WHERE text = ?", ["deploy 7"])
+    assert len(rows) == 1
+    assert repr(rows) == "<1 rows of engine_id, marked_at, text>"
+    arrow, pandas, polars = rows.arrow(), rows.df(), rows.pl()
+    assert isinstance(arrow, pa.Table)
+    assert isinstance(pandas, pd.DataFrame)
+    assert isinstance(polars, pl.DataFrame)
+    assert arrow["text"].to_pylist() == pandas["text"].tolist() == polars["text"].to_list()
+    assert pandas["marked_at"].iloc[0] == pd.Timestamp("2026-03-01")
+
+
+def test_parameters_have_places_or_names(home: Path) -> None:
+    with open_lake() as lake:
+        found = lake.sql("SELECT $a + $b AS sum", {"a": 1, "b": 2}).arrow()
+        assert found.to_pylist() == [{"sum": 3}]
+
+
+def test_one_lake_serves_many_threads_and_sees_new_rows(home: Path) -> None:
+    with open_lake() as lake, ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: len(lake.sql("FROM marks")), range(64)))
+        assert found == [100] * 64
+        with open_connection(Settings(), read_only=False) as writer:
+            writer.execute("DELETE FROM marks WHERE text <> 'deploy 7'")
+        assert len(lake.sql("FROM marks")) == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        ("SELECT x FROM marks", "x"),
+        ("INSERT INTO marks FROM marks", "read-only"),
+        ("DROP TABLE marks", "read-only"),
+        ("SELEC", "syntax error"),
+    ],
+)
+def test_a_query_that_is_wrong_or_writes_is_a_clear_error(
+    home: Path, query: str, reason: str
+) -> None:
+    with open_lake() as lake, pytest.raises(QueryError, match=reason) as caught:
+        lake.sql(query)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("library", "method"), [("pandas", "df"), ("polars", "pl")])
+def test_a_library_that_is_not_installed_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, library: str, method: str
+) -> None:
+    with open_lake() as lake:
+        rows = lake.sql("SELECT 1")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(QueryError, match=rf"pip install {library}, or take .arrow"):
+        getattr(rows, method)()
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    code = "import sys, capture; print([m for m in ('duckdb', 'pyarrow') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        capture.nothing  # noqa: B018
+
+
+def test_the_examples_of_the_documentation_run(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = re.findall(r"```python\n(.*?)\n```", DOCS.read_text(), re.DOTALL)
+    assert len(examples) >= 1
+    for example in examples:
+        exec(compile(example, str(DOCS), "exec"), {})
+    text = "\n".join(examples)
+    assert all(form in text for form in (".arrow()", ".df()", ".pl()"))
