@@ -116,7 +116,7 @@ open_lake = open_connection
 def new_cursor(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
     """A cursor for another thread; a plain `connection.cursor()` forgets the schema in use."""
     cursor = connection.cursor()
-    cursor.execute(f"USE {NAME}")
+    cursor.execute(f"SET enable_progress_bar = false; USE {NAME}")
     return cursor
 
 
@@ -137,7 +137,6 @@ def connect(place: LakePlace, *, threads: int | None = None) -> duckdb.DuckDBPyC
     config: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
-        "enable_progress_bar": False,  # it writes to stdout, where others have their rows
     }
     if threads is not None:
         config["threads"] = threads
@@ -151,6 +150,7 @@ def connect(place: LakePlace, *, threads: int | None = None) -> duckdb.DuckDBPyC
             # reader's transaction but bounded by the row ids that this saw: a merged file gets a
             # new one, and a reader loses all its rows.
             connection.execute("SET GLOBAL sqlite_disable_multithreaded_scans = true")
+        connection.execute("SET enable_progress_bar = false")  # stdout is for rows
         connection.execute("SET TimeZone = 'UTC'")  # now()::TIMESTAMP is UTC like all else
     except duckdb.Error as error:
         connection.close()
