@@ -18,7 +18,7 @@ import time
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
@@ -29,6 +29,9 @@ from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_lake
 from capture.ring import RingWriter
+
+if TYPE_CHECKING:
+    import duckdb
 
 BATCH = 128
 OUTPUT_TOKENS = 300
@@ -212,6 +215,7 @@ def _row(
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
     with open_lake(place) as lake:
         (stored,) = lake.execute("SELECT count(*) FROM tokens").fetchone() or (0,)
+        live = live_bytes(lake)
     size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
     delays = sorted(delay for result in found for delay in result["delays_ms"])
     return {
@@ -228,8 +232,17 @@ def _row(
         "reader_queries": sum(result["queries"] for result in found),
         "reader_errors": sum(len(result["errors"]) for result in found),
         "slowest_query_ms": max(result["slowest_s"] for result in found) * 1000,
-        "bytes_per_token": size / max(status.tokens, 1),
+        "live_bytes_per_token": live / max(status.tokens, 1),
+        "disk_bytes_per_token": size / max(status.tokens, 1),
     }
+
+
+def live_bytes(lake: duckdb.DuckDBPyConnection) -> int:
+    """Bytes of the files that the lake's rows are in; not those that merges have replaced, which
+    stay on disk for the readers of the last minutes."""
+    query = "SELECT sum(file_size_bytes)::BIGINT FROM ducklake_table_info('lake')"
+    (size,) = lake.execute(query).fetchone() or (0,)
+    return int(size or 0)
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 LAKE_RETRIES = 3  # inside one commit, about half a second; beyond that we wait and say so
 STOP_PATIENCE_S = 10.0
+MEMORY_LIMIT = "2GiB"  # of DuckDB; a merge and a rollup take a tenth of it
 THREADS = 1  # a second one costs a third more CPU for each token, which readers and engines miss
 PASSING = ("locked", "disk I/O error", "disk is full", "No space left")
 
@@ -153,6 +154,9 @@ class LakeWriter:
             # Rows inlined in the catalog vanish for readers while they are flushed to files.
             connection.execute("SET ducklake_default_data_inlining_row_limit = 0")
             connection.execute(f"SET ducklake_max_retry_count = {LAKE_RETRIES}")
+            # Files are read once, by a merge or a rollup; kept in memory they only grow it.
+            connection.execute("SET enable_external_file_cache = false")
+            connection.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         except BaseException:
             connection.close()
             raise
