@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.bench_lake_bytes import live_bytes
 from benchmarks.report import report
 from benchmarks.trace_lake import write_lake
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.upkeep import merge
 from dashboard.traces import EXACT_TOKENS, Region, heat_map, slowest_requests, slowest_tokens
 
@@ -43,7 +43,7 @@ def main() -> None:
         home = arguments.home or Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
         made_s = None if Path(place.catalog).exists() else _make(place, arguments)
-        with open_lake(place, threads=arguments.threads) as lake:
+        with open_connection(place, threads=arguments.threads) as lake:
             details = _details(lake, arguments, made_s)
             first, last = lake.execute(
                 "SELECT min(arrived_at), max(arrived_at) FROM requests"
@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
 def _make(place: LakePlace, arguments: argparse.Namespace) -> float:
     """Generate the lake and merge its files as the collector's upkeep does; the seconds taken."""
     start = time.monotonic()
-    with open_lake(place, read_only=False, threads=arguments.threads) as lake:
+    with open_connection(place, read_only=False, threads=arguments.threads) as lake:
         lake.execute("SET ducklake_default_data_inlining_row_limit = 0")
         write_lake(lake, arguments.data, arguments.tokens)
         merge(lake)
@@ -92,7 +92,7 @@ def _queries(start: datetime, end: datetime, tokens: int) -> dict[str, Query]:
 
 def _timed(place: LakePlace, threads: int, name: str, query: Query) -> dict[str, Any]:
     """A new connection's first time and the median of those after it."""
-    with open_lake(place, threads=threads) as lake:
+    with open_connection(place, threads=threads) as lake:
         seconds = []
         for _ in range(1 + REPEATS):
             start = time.monotonic()

@@ -27,7 +27,7 @@ from benchmarks.report import report
 from capture.collector import Collector
 from capture.follower import Status
 from capture.frames import TraceWriter
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.ring import RingWriter
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def write(ring_dir: Path, seconds: float, rate: float, committed: Synchronized[i
 def read(place: LakePlace, stop: Any, results: mp.Queue[dict[str, Any]]) -> None:
     """A reader's process: queries in a loop, one connection, one thread."""
     found: dict[str, Any] = {"queries": 0, "errors": [], "slowest_s": 0.0, "delays_ms": []}
-    connection = open_lake(place, threads=1)
+    connection = open_connection(place, threads=1)
     while not stop.is_set():
         for query in (*QUERIES, DELAY):
             start = time.monotonic()
@@ -171,7 +171,7 @@ def read(place: LakePlace, stop: Any, results: mp.Queue[dict[str, Any]]) -> None
 def measure(name: str, rate: float, seconds: float, home: Path, ring_dir: Path) -> dict[str, Any]:
     context = mp.get_context("spawn")
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
-    open_lake(place, read_only=False).close()
+    open_connection(place, read_only=False).close()
     committed: Synchronized[int] = context.Value("q", 0)
     stop_readers, results = context.Event(), context.Queue()
     readers = [context.Process(target=read, args=(place, stop_readers, results)) for _ in range(2)]
@@ -213,7 +213,7 @@ def _row(
     name: str, status: Status, spent: float, found: list[dict[str, Any]], home: Path
 ) -> dict[str, Any]:
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         (stored,) = lake.execute("SELECT count(*) FROM tokens").fetchone() or (0,)
         live = live_bytes(lake)
     size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())

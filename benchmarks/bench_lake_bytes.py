@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import report
 from benchmarks.trace_lake import write_lake
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.schema import TABLES
 from capture.settings import Settings
 from capture.upkeep import merge
@@ -34,7 +34,7 @@ def main() -> None:
             place = LakePlace.from_settings(Settings(home=arguments.home))
         else:
             place = _made(arguments, Path(cleanup.enter_context(tempfile.TemporaryDirectory())))
-        with open_lake(place) as lake:
+        with open_connection(place) as lake:
             (tokens,) = lake.execute("SELECT count(*) FROM tokens").fetchone() or (0,)
             if not tokens:
                 raise SystemExit(f"the lake at {place.described} holds no token")
@@ -57,7 +57,7 @@ def _arguments() -> argparse.Namespace:
 
 def _made(arguments: argparse.Namespace, home: Path) -> LakePlace:
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         lake.execute("SET ducklake_default_data_inlining_row_limit = 0")
         write_lake(lake, arguments.data, arguments.tokens)
         merge(lake)

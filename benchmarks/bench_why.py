@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import report
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.upkeep import merge
 from capture.why_lookup import Ranking, find, slowest
 from capture.why_report import explain
@@ -114,7 +114,7 @@ WHERE r.request_id = ? ORDER BY t.position
 
 def build(place: LakePlace, tokens: int) -> None:
     """Fill a new lake."""
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         requests = max(1, tokens // TOKENS_PER_REQUEST)
         lake.execute("USE memory")
         for statement in MODEL.replace("$requests", str(requests)).split(";\n"):
@@ -177,7 +177,7 @@ def main() -> None:
         built_s = time.perf_counter() - began
         files = len(list(Path(folder).glob("data/main/tokens/*.parquet")))
         began = time.perf_counter()
-        with open_lake(place, threads=arguments.threads) as lake:
+        with open_connection(place, threads=arguments.threads) as lake:
             opened_ms = (time.perf_counter() - began) * 1000
             (count,) = lake.execute("SELECT count(*) FROM tokens").fetchone() or (0,)
             rows = [

@@ -25,7 +25,7 @@ from benchmarks.bench_ingest import live_bytes, read, write
 from benchmarks.report import report
 from capture.collector import Collector
 from capture.follower import Status
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 
 SAMPLE_S = 1.0
 SETTLED_SHARE = 0.3  # of the run: caches and arenas have filled, a leak would go on
@@ -69,7 +69,7 @@ def sample(pid: int, stop: threading.Event) -> list[tuple[float, float, int]]:
 def soak(minutes: float, rate: float, home: Path, ring_dir: Path) -> dict[str, Any]:
     context = mp.get_context("spawn")
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
-    open_lake(place, read_only=False).close()
+    open_connection(place, read_only=False).close()
     committed, stop_reader = context.Value("q", 0), context.Event()
     read_results, collect_results = context.Queue(), context.Queue()
     reader = context.Process(target=read, args=(place, stop_reader, read_results))
@@ -106,7 +106,7 @@ def _row(
     settled = times >= SETTLED_SHARE * times[-1]
     slope = np.polyfit(times[settled] / 60, resident[settled], 1)[0] if settled.sum() > 2 else 0.0
     delays = np.array(found["delays_ms"] or [float("nan")])
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         (stored,) = lake.execute("SELECT count(*) FROM tokens").fetchone() or (0,)
         (rolled,) = lake.execute("SELECT sum(tokens) FROM latency_rollup").fetchone() or (0,)
         live = live_bytes(lake)

@@ -33,7 +33,7 @@ import httpx
 
 from benchmarks.report import report
 from capture.errors import LakeMissingError
-from capture.lake import open_lake
+from capture.lake import open_connection
 from capture.settings import Settings
 from capture.traffic_files import numbered_lines, traffic_files
 from replay.builds import free_port
@@ -192,7 +192,7 @@ def _check(
     settings: Settings, client: Client, seconds: float, slowest: list[float]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is wrong (all zero when nothing is), and the figures."""
-    with open_lake(settings) as lake:
+    with open_connection(settings) as lake:
         stored = dict(lake.execute(
             "SELECT request_id, count(*) FROM tokens JOIN requests USING (engine_id, slot) "
             "GROUP BY request_id").fetchall())  # fmt: skip
@@ -258,7 +258,7 @@ def _read(home: Path, query: str, stop: Any, answers: Any) -> None:
     while not stop.wait(0.5):
         began = time.monotonic()
         try:
-            with open_lake(Settings(home=home)) as lake:
+            with open_connection(Settings(home=home)) as lake:
                 lake.execute(query).fetchall()
         except LakeMissingError:  # the collector is still starting
             continue

@@ -23,7 +23,7 @@ from capture.errors import (
 )
 from capture.follower import Follower, Status
 from capture.insert import insert_rows
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.lake_check import Belongings, CatalogGoneError, check_files
 from capture.reader import Cursor, RingReader
 
@@ -148,7 +148,7 @@ class LakeWriter:
     def _connected(self) -> duckdb.DuckDBPyConnection:
         if self._belongings is not None:
             self._belongings.check_catalog()
-        connection = open_lake(self._place, read_only=False, threads=THREADS)
+        connection = open_connection(self._place, read_only=False, threads=THREADS)
         try:
             check_files(connection, self._place)
             # Rows inlined in the catalog vanish for readers while they are flushed to files.

@@ -54,13 +54,13 @@ def perfetto(
     from capture.atomic_file import opened
     from capture.exports.perfetto import export_perfetto
     from capture.exports.selection import ExportError, Selection
-    from capture.lake import open_lake
+    from capture.lake import open_connection
     from capture.settings import Settings
 
     if request and slowest is not None:
         raise ExportError("--request and --slowest are two selections: give one of them")
     selection = Selection(tuple(request or ()), slowest, _time(start), _time(end))
-    with open_lake(Settings()) as lake, opened(out) as stream:
+    with open_connection(Settings()) as lake, opened(out) as stream:
         summary = export_perfetto(lake, selection, stream, max_bytes=max_mib << 20)
     typer.echo(_described(out, summary), err=True)
 
@@ -105,14 +105,14 @@ def otlp(
     from capture.exports.otlp import OtlpExporter, Target, export_once
     from capture.exports.otlp_source import Cursor
     from capture.exports.selection import ExportError
-    from capture.lake import open_lake
+    from capture.lake import open_connection
     from capture.settings import Settings
 
     window = (_time(start), _time(end))
     if follow and window != (None, None):
         raise ExportError("--follow goes on from the last export: leave out --from and --to")
     target, settings = Target(endpoint, timeout), Settings()
-    with open_lake(settings) as lake:
+    with open_connection(settings) as lake:
         exporter = OtlpExporter(lake, target)
         try:
             if follow:

@@ -47,12 +47,12 @@ def why(
         raise typer.BadParameter("give a request id or --slowest N")
     if slowest is None and (since is not None or by is not Ranking.duration):
         raise typer.BadParameter("--by and --since choose among --slowest N")
-    from capture.lake import open_lake
+    from capture.lake import open_connection
     from capture.settings import Settings
     from capture.why_report import explain
 
     settings = Settings()
-    with open_lake(settings) as lake:
+    with open_connection(settings) as lake:
         if request is not None:
             subjects = _asked(lake, request, settings)
         else:

@@ -9,7 +9,7 @@ import duckdb
 import streamlit as st
 
 from capture.errors import CaptureError, LakeMissingError
-from capture.lake import NAME, LakePlace, open_lake
+from capture.lake import NAME, LakePlace, open_connection
 from capture.settings import Settings
 from dashboard.drilldown import make_selectable, selected_region, show_region
 from dashboard.heatmap import heatmap_figure
@@ -190,7 +190,7 @@ def _naive(moment: datetime) -> datetime:
 def _connection(place: LakePlace, stamp: tuple[int, int] | None) -> duckdb.DuckDBPyConnection:
     """One connection a process; each thread takes its own cursor. `stamp` changes when the
     catalog file is another one."""
-    return open_lake(place, read_only=True)
+    return open_connection(place, read_only=True)
 
 
 def _stamp(place: LakePlace) -> tuple[int, int] | None:

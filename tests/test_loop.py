@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from capture.lake import open_lake
+from capture.lake import open_connection
 from capture.settings import Settings
 from replay.builds import free_port
 from tests.engine.tiny_model import write_tiny_model
@@ -88,7 +88,7 @@ def complete(url: str, tokens: int) -> None:
 
 def counts(home: Path) -> tuple[int, int, int]:
     """Tokens, finished requests and lost tokens in the lake."""
-    with open_lake(Settings(home=home)) as lake:
+    with open_connection(Settings(home=home)) as lake:
         tokens, finishes, lost = lake.execute(COUNTS).fetchall()[0]
     return int(tokens), int(finishes), int(lost)
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from capture.lake import open_lake
+from capture.lake import open_connection
 from capture.settings import Settings
 from cli.demo import queries
 from cli.demo.client import DemoError, load_prompts, send
@@ -168,7 +168,7 @@ class Scenario:
 
     def _check_waits(self, since: datetime, sent: int) -> None:
         """Raise DemoError unless the demoted waited longer than the others and all were served."""
-        with open_lake(self._settings) as lake:
+        with open_connection(self._settings) as lake:
             demoted, others, served = lake.execute(queries.burst(since)).fetchall()[0]
         if served != sent:
             raise DemoError(f"{sent - served} of {sent} requests of the burst were not served")
@@ -221,7 +221,7 @@ class Scenario:
         seen = 0
         while seen < requests and time.monotonic() < deadline:
             await asyncio.sleep(0.5)
-            with open_lake(self._settings) as lake:
+            with open_connection(self._settings) as lake:
                 seen = lake.execute(queries.ended(since)).fetchall()[0][0]
         if seen < requests:
             raise DemoError(

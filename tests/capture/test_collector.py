@@ -24,7 +24,7 @@ from capture.collector import Collector
 from capture.errors import CollectorError
 from capture.follower import Status
 from capture.frames import TraceWriter
-from capture.lake import LakePlace, new_cursor, open_lake
+from capture.lake import LakePlace, new_cursor, open_connection
 from capture.reader import RingReader, discover
 from capture.ring import MIN_CAPACITY, RingWriter
 from tests.capture.rings import (
@@ -67,7 +67,7 @@ def collect_once(place: LakePlace, rings: Path) -> Status:
 def rows(place: LakePlace, sql: str) -> list[tuple[object, ...]]:
     """Through one reader that stays attached while collectors come and go."""
     if place not in _readers:
-        _readers[place] = open_lake(place)
+        _readers[place] = open_connection(place)
     return _readers[place].execute(sql).fetchall()
 
 
@@ -500,7 +500,7 @@ def test_readers_query_during_ingest_without_a_lock_error(
     rings.mkdir()
     pid = live_engine(rings, 2.5)
     process = start_collector(tmp_path, rings)
-    connection = open_lake(place)
+    connection = open_connection(place)
     errors: list[Exception] = []
 
     def query(cursor: duckdb.DuckDBPyConnection) -> None:

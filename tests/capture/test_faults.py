@@ -23,7 +23,7 @@ from capture.errors import CollectorError, LakeError
 from capture.follower import Follower, Status
 from capture.frames import TraceWriter
 from capture.insert import insert_rows
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.reader import RingReader, discover
 from capture.ring import MIN_CAPACITY
 from tests.capture.rings import (
@@ -121,7 +121,7 @@ def collect_once(place: LakePlace, rings: Path) -> Status:
 
 
 def rows(place: LakePlace, sql: str) -> list[tuple[object, ...]]:
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         return lake.execute(sql).fetchall()
 
 

@@ -15,7 +15,7 @@ import pytest
 from capture.collector import Collector
 from capture.errors import LakeError, LakeMissingError, LakeVersionError
 from capture.frames import TraceWriter
-from capture.lake import LakePlace, extension_path, open_lake
+from capture.lake import LakePlace, extension_path, open_connection
 from capture.schema import TABLES
 from capture.schema_docs import render
 from capture.settings import Settings
@@ -74,7 +74,7 @@ def lake(home: Path, ids: dict[str, str]) -> Iterator[duckdb.DuckDBPyConnection]
     Collector(
         place, ring_dir=home / "rings", crash_dir=home / "crashes", stop=threading.Event()
     ).run(once=True)
-    connection = open_lake(place)
+    connection = open_connection(place)
     yield connection
     connection.close()
 
@@ -233,7 +233,7 @@ def test_tables_and_columns_carry_their_meaning(lake: duckdb.DuckDBPyConnection)
 
 def test_upkeep_merges_files_and_changes_no_answer(tmp_path: Path) -> None:
     place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         for part in range(12):
             lake.execute(
                 "INSERT INTO marks SELECT uuid(), '2026-01-01'::TIMESTAMP, i::VARCHAR "
@@ -251,7 +251,7 @@ def test_upkeep_merges_files_and_changes_no_answer(tmp_path: Path) -> None:
 def test_a_reader_between_snapshot_and_file_list_loses_no_rows_to_a_merge(tmp_path: Path) -> None:
     place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
     count = "SELECT count(*), sum(length(text)) FROM marks"
-    with open_lake(place, read_only=False) as lake, open_lake(place) as reader:
+    with open_connection(place, read_only=False) as lake, open_connection(place) as reader:
         lake.execute("SET ducklake_default_data_inlining_row_limit = 0")
         for _ in range(3):
             lake.execute(
@@ -274,17 +274,17 @@ def test_a_reader_between_snapshot_and_file_list_loses_no_rows_to_a_merge(tmp_pa
 
 def test_a_missing_lake_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(LakeMissingError, match=r"start `inferloop collect`"):
-        open_lake(LakePlace(str(tmp_path / "none.sqlite"), str(tmp_path)))
+        open_connection(LakePlace(str(tmp_path / "none.sqlite"), str(tmp_path)))
 
 
 def test_a_newer_lake_is_refused_and_an_older_one_names_the_way_out(tmp_path: Path) -> None:
     place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         stamp = "INSERT INTO schema_versions VALUES (?, 'x', now()::TIMESTAMP + INTERVAL 1 HOUR)"
         lake.execute(stamp, [99])
     for read_only in (True, False):
         with pytest.raises(LakeVersionError, match="upgrade inferloop"):
-            open_lake(place, read_only=read_only)
+            open_connection(place, read_only=read_only)
 
 
 def test_a_catalog_without_wal_is_refused(tmp_path: Path) -> None:
@@ -293,14 +293,14 @@ def test_a_catalog_without_wal_is_refused(tmp_path: Path) -> None:
     foreign.execute("CREATE TABLE x (y)")
     foreign.close()
     with pytest.raises(LakeError, match="journal_mode=WAL"):
-        open_lake(LakePlace(str(catalog), str(tmp_path / "data")), read_only=False)
+        open_connection(LakePlace(str(catalog), str(tmp_path / "data")), read_only=False)
 
 
 def test_a_file_that_is_no_catalog_is_a_clear_error(tmp_path: Path) -> None:
     catalog = tmp_path / "catalog.sqlite"
     catalog.write_text("hello")
     with pytest.raises(LakeError, match="cannot open the lake"):
-        open_lake(LakePlace(str(catalog), str(tmp_path)))
+        open_connection(LakePlace(str(catalog), str(tmp_path)))
 
 
 def test_a_missing_extension_names_its_package() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from capture.collector import Collector
 from capture.errors import LakeVersionError
-from capture.lake import LakePlace, attach, connect, open_lake, prepare_place
+from capture.lake import LakePlace, attach, connect, open_connection, prepare_place
 from capture.lake_migrations import STEPS, stored_version
 from capture.schema import SCHEMA_VERSION
 from capture.views import VIEWS, definitions_digest
@@ -77,26 +77,26 @@ def test_there_is_a_step_to_every_version() -> None:
 
 def test_readers_of_an_old_lake_are_told_how_to_upgrade_it(place: LakePlace) -> None:
     with pytest.raises(LakeVersionError, match="`inferloop collect --once` to upgrade it"):
-        open_lake(place)
+        open_connection(place)
 
 
 def test_an_old_lake_keeps_its_rows_and_its_views_work(place: LakePlace) -> None:
-    open_lake(place, read_only=False).close()
-    with open_lake(place) as lake:
+    open_connection(place, read_only=False).close()
+    with open_connection(place) as lake:
         check_upgraded(lake)
 
 
 def test_an_upgraded_lake_has_the_columns_of_a_new_one(place: LakePlace, tmp_path: Path) -> None:
     with (
-        open_lake(place, read_only=False) as upgraded,
-        open_lake(new_place(tmp_path / "new"), read_only=False) as new,
+        open_connection(place, read_only=False) as upgraded,
+        open_connection(new_place(tmp_path / "new"), read_only=False) as new,
     ):
         assert upgraded.execute(COLUMNS).fetchall() == new.execute(COLUMNS).fetchall()
 
 
 def test_an_upgrade_is_done_once(place: LakePlace) -> None:
-    open_lake(place, read_only=False).close()
-    with open_lake(place, read_only=False) as lake:
+    open_connection(place, read_only=False).close()
+    with open_connection(place, read_only=False) as lake:
         assert only(lake, "SELECT count(*), min(version), max(version) FROM schema_versions") == (
             SCHEMA_VERSION,
             1,
@@ -109,13 +109,13 @@ def test_an_upgrade_that_fails_changes_nothing(
 ) -> None:
     monkeypatch.setitem(STEPS, SCHEMA_VERSION, (*STEPS[SCHEMA_VERSION], "ALTER TABLE x DROP y"))
     with pytest.raises(Exception, match=f"to schema {SCHEMA_VERSION}: .*x"):
-        open_lake(place, read_only=False)
+        open_connection(place, read_only=False)
     monkeypatch.undo()
     with closing(connect(place)) as lake:
         attach(lake, place, read_only=True)
         assert stored_version(lake) == (1, "75d43e46d8097e29")
-    open_lake(place, read_only=False).close()
-    with open_lake(place) as lake:
+    open_connection(place, read_only=False).close()
+    with open_connection(place) as lake:
         check_upgraded(lake)
 
 
@@ -124,7 +124,7 @@ def test_the_collector_upgrades_a_lake_and_adds_to_it(place: LakePlace, tmp_path
     Collector(place, ring_dir=tmp_path / "rings", crash_dir=tmp_path, stop=threading.Event()).run(
         once=True
     )
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         assert only(lake, "SELECT count(*) FROM tokens") == (TOKENS_1 + 100,)
         assert only(lake, "SELECT count(*) FROM request_latency") == (24,)
         kinds = "SELECT kind FROM events ORDER BY happened_at"
@@ -145,7 +145,7 @@ def open_at_once(place: LakePlace, collectors: int) -> list[Exception]:
     def work() -> None:
         together.wait()
         try:
-            open_lake(place, read_only=False).close()
+            open_connection(place, read_only=False).close()
         except Exception as error:  # noqa: BLE001  handed to the test's thread
             failures.append(error)
 
@@ -160,7 +160,7 @@ def open_at_once(place: LakePlace, collectors: int) -> list[Exception]:
 def test_collectors_that_create_a_lake_at_once_all_succeed(server: str, tmp_path: Path) -> None:
     place = LakePlace(server, str(tmp_path))
     assert open_at_once(place, 3) == []
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         assert only(lake, "SELECT count(*) FROM schema_versions") == (1,)
 
 
@@ -168,6 +168,6 @@ def test_collectors_that_upgrade_a_lake_at_once_all_succeed(server: str, tmp_pat
     place = LakePlace(new_database(server, "old"), str(tmp_path))
     write_version_1(place)
     assert open_at_once(place, 3) == []
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         assert only(lake, "SELECT count(*) FROM schema_versions") == (SCHEMA_VERSION,)
         check_upgraded(lake)

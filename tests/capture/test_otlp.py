@@ -29,7 +29,7 @@ from capture.exports.otlp import OtlpExporter, Target, export_once
 from capture.exports.otlp_source import Cursor
 from capture.exports.selection import ExportError
 from capture.frames import TraceWriter
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from tests.capture.lakes import commit_rings
 from tests.capture.rings import new_ring, write_finish, write_request, write_step
 
@@ -131,7 +131,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def send(place: LakePlace, url: str, cursor: Cursor, timeout_s: float = 10.0) -> Cursor:
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         exporter = OtlpExporter(lake, Target(url, timeout_s))
         try:
             return export_once(exporter, cursor, lambda _: None)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.rollup import ALL_STEPS, RELATIVE_ERROR, roll_up
 
 START = datetime(2026, 3, 1, 12)
@@ -69,13 +69,13 @@ def write_engine(lake: duckdb.DuckDBPyConnection, engine: UUID, rng: np.random.G
 def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[duckdb.DuckDBPyConnection]:
     home = tmp_path_factory.mktemp("lake")
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
-    with open_lake(place, read_only=False) as writer:
+    with open_connection(place, read_only=False) as writer:
         for number, engine in enumerate((ENDED, HALF_ROLLED, NEW)):
             write_engine(writer, engine, np.random.default_rng(number))
         roll_up(writer, ENDED, ALL_STEPS)
         for step in (1000, 2500, 7000):
             roll_up(writer, HALF_ROLLED, step)
-    with open_lake(place) as reader:
+    with open_connection(place) as reader:
         yield reader
 
 

@@ -20,7 +20,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackDescri
 from capture.exports.perfetto import Summary, export_perfetto
 from capture.exports.selection import ExportError, Selection, parse_time
 from capture.frames import TraceWriter
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import MIB, new_ring, write_finish, write_request, write_step
 
@@ -125,7 +125,7 @@ def value(note: Any) -> Any:
 
 def export(place: LakePlace, selection: Selection, **limits: int) -> tuple[Parsed, Summary]:
     stream = io.BytesIO()
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         summary = export_perfetto(lake, selection, stream, **{"max_bytes": 100 * MIB, **limits})
     assert summary.size == len(stream.getvalue())
     return Parsed(stream.getvalue()), summary
@@ -244,7 +244,7 @@ def test_counters_events_marks_pauses_and_losses_are_there(
 
 
 def test_what_the_ring_overwrote_is_a_slice_that_says_how_much(tmp_path: Path) -> None:
-    with open_lake(place_of(tmp_path), read_only=False) as writer:
+    with open_connection(place_of(tmp_path), read_only=False) as writer:
         fill(writer, steps=20, batch=4)
         writer.execute("DELETE FROM steps WHERE step_id BETWEEN 7 AND 9")
         writer.execute("DELETE FROM tokens WHERE step_id BETWEEN 7 AND 9")
@@ -313,7 +313,7 @@ def fill(writer: duckdb.DuckDBPyConnection, *, steps: int, batch: int) -> None:
 def large(tmp_path_factory: pytest.TempPathFactory) -> LakePlace:
     """Two million tokens."""
     place = place_of(tmp_path_factory.mktemp("large"))
-    with open_lake(place, read_only=False) as writer:
+    with open_connection(place, read_only=False) as writer:
         fill(writer, steps=20_000, batch=100)
     return place
 

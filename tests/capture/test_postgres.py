@@ -10,7 +10,7 @@ import pytest
 
 from capture.collector import Collector
 from capture.errors import LakeError, LakeMissingError
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.query import run_query
 from tests.capture.rings import engine
 from tests.migrations.postgres import postgres_server
@@ -24,24 +24,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LakePlace]:
 
 def test_an_empty_database_is_no_lake_yet(place: LakePlace) -> None:
     with pytest.raises(LakeMissingError, match="inferloop collect"):
-        open_lake(place)
+        open_connection(place)
 
 
 def test_a_server_that_is_not_there_is_a_clear_error() -> None:
     with pytest.raises(LakeError, match="cannot open the lake at postgresql://localhost:1/x") as e:
-        open_lake(LakePlace("postgresql://me:secret@localhost:1/x", "/tmp"))
+        open_connection(LakePlace("postgresql://me:secret@localhost:1/x", "/tmp"))
     assert "secret" not in str(e.value)
 
 
 def test_user_sql_does_not_see_the_password(place: LakePlace) -> None:
-    open_lake(place, read_only=False).close()
+    open_connection(place, read_only=False).close()
     named = LakePlace(place.catalog.replace("inferloop@", "inferloop:secret@"), place.data)
     with run_query(named, "SELECT * FROM duckdb_databases()") as reader:
         assert "secret" not in str(reader.read_all().to_pylist())
 
 
 def test_three_collectors_write_to_one_lake_at_once(place: LakePlace, tmp_path: Path) -> None:
-    open_lake(place, read_only=False).close()
+    open_connection(place, read_only=False).close()
     failures: list[Exception] = []
 
     def collect(rings: Path) -> None:

@@ -12,7 +12,7 @@ import duckdb
 import pytest
 
 from capture import retention
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.retention import (
     Limits,
     Retention,
@@ -36,7 +36,7 @@ def place(tmp_path: Path) -> LakePlace:
 
 @pytest.fixture
 def lake(place: LakePlace) -> Iterator[duckdb.DuckDBPyConnection]:
-    connection = open_lake(place, read_only=False)
+    connection = open_connection(place, read_only=False)
     connection.execute("SET ducklake_default_data_inlining_row_limit = 0")
     yield connection
     connection.close()

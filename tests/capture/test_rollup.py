@@ -16,7 +16,7 @@ import pytest
 
 from capture.collector import Collector
 from capture.frames import TraceWriter
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.rollup import ALL_STEPS, CELLS, roll_up
 from tests.capture.rings import forked, kill, new_ring, write_request, write_step
 
@@ -36,7 +36,7 @@ def place(tmp_path: Path) -> LakePlace:
 
 @pytest.fixture
 def lake(place: LakePlace) -> Iterator[duckdb.DuckDBPyConnection]:
-    with open_lake(place, read_only=False) as connection:
+    with open_connection(place, read_only=False) as connection:
         yield connection
 
 
@@ -156,7 +156,7 @@ def test_what_a_collector_brought_is_rolled_up(place: LakePlace, tmp_path: Path)
     Collector(place, ring_dir=tmp_path / "rings", crash_dir=tmp_path, stop=threading.Event()).run(
         once=True
     )
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         roll_up(lake, ENGINE, ALL_STEPS)
         assert rolled(lake) == 8 * 29
         check_exact(lake)
@@ -172,7 +172,7 @@ def test_killed_at_any_moment_it_counts_each_token_once(
     lake.close()
 
     def work(ready: int) -> None:
-        with open_lake(place, read_only=False) as connection:
+        with open_connection(place, read_only=False) as connection:
             for before in range(1, steps):
                 roll_up(connection, ENGINE, before)
                 os.write(ready, b".")
@@ -187,10 +187,10 @@ def test_killed_at_any_moment_it_counts_each_token_once(
         kill(pid)
         os.close(reading)
         os.close(writing)
-        with open_lake(place) as reader:
+        with open_connection(place) as reader:
             counted.append(rolled(reader))
     assert counted == sorted(counted)
     assert 0 < counted[-1] < 20 * (steps - 1), "killed in the middle"
-    with open_lake(place, read_only=False) as last:
+    with open_connection(place, read_only=False) as last:
         roll_up(last, ENGINE, ALL_STEPS)
         check_exact(last)

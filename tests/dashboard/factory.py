@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
 
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.settings import Settings
 
 ENGINE = UUID(int=7)
@@ -17,7 +17,7 @@ def make_lake(home: Path, *, requests: int = 40, tokens: int = 30, lost: int = 0
     """`requests` one second apart from START, each with `tokens` tokens 10 ms apart; those of the
     middle fifth take 100 ms. With `lost`, one loss of that many tokens is noticed halfway."""
     place = LakePlace.from_settings(Settings(home=home))
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         lake.execute(
             """
             INSERT INTO requests SELECT ?, i, printf('%032x', i),

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from streamlit.testing.v1 import AppTest
 
 import migrations
-from capture.lake import open_lake
+from capture.lake import open_connection
 from capture.settings import Settings
 from evaluation.models import Label, Presentation
 from replay.database import create_database_engine, open_sessions
@@ -82,7 +82,7 @@ def test_latency_page_shows_figures_and_the_map(home: Path) -> None:
 def test_latency_page_sees_what_is_written_while_it_is_open(home: Path) -> None:
     place = make_lake(home)
     app = run(latency_page)
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         lake.execute("INSERT INTO requests SELECT * REPLACE (99 AS slot) FROM requests LIMIT 1")
     app.run()
     assert app.metric[0].value == "41"

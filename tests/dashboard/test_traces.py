@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from capture.lake import NAME, open_lake
+from capture.lake import NAME, open_connection
 from dashboard import traces
 from tests.dashboard.factory import START, make_lake
 
@@ -17,7 +17,7 @@ END = START + timedelta(seconds=40)
 
 @pytest.fixture
 def cursor(tmp_path: Path):
-    with open_lake(make_lake(tmp_path, lost=123)) as lake, lake.cursor() as found:
+    with open_connection(make_lake(tmp_path, lost=123)) as lake, lake.cursor() as found:
         found.execute(f"USE {NAME}")
         yield found
 
@@ -53,7 +53,7 @@ def test_losses_lie_before_they_were_noticed(cursor) -> None:
 
 
 def test_an_empty_lake_has_no_arrivals(tmp_path: Path) -> None:
-    with open_lake(make_lake(tmp_path, requests=0)) as lake:
+    with open_connection(make_lake(tmp_path, requests=0)) as lake:
         assert traces.arrivals(lake) is None
 
 

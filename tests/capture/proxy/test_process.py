@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from capture.collector import Collector
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from tests.capture.proxy.nasty import DONE, Conversation, Nasty, chat_event, usage_event
 from tests.capture.proxy.processes import ProxyProcess, raw, wait_for
 
@@ -128,7 +128,7 @@ def test_stop_finishes_what_is_in_flight_and_the_lake_has_it(
     assert proxy.process.wait(10) == 0
     assert b"".join(got).endswith(DONE)
 
-    with open_lake(collect(proxy)) as lake:
+    with open_connection(collect(proxy)) as lake:
         rows = lake.execute(
             "SELECT tenant, outcome, output_tokens, prompt_tokens, ttft_ms, tpot_ms, duration_ms "
             "FROM request_latency"
@@ -163,7 +163,7 @@ def test_ring_of_a_killed_proxy_is_drained(tmp_path: Path, slow_upstream: Nasty)
     proxy.stop(signal.SIGKILL)
     thread.join(10)
     assert got[-1] in (b"RemoteProtocolError", b"ReadError")
-    with open_lake(collect(proxy)) as lake:
+    with open_connection(collect(proxy)) as lake:
         outcome = lake.execute("SELECT outcome, output_tokens FROM request_latency").fetchall()
         tokens = lake.execute("SELECT count(*) FROM tokens").fetchall()
     assert outcome == [("engine_gone", None)]

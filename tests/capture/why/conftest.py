@@ -9,7 +9,7 @@ import duckdb
 import pytest
 
 from capture.frames import TraceWriter
-from capture.lake import open_lake
+from capture.lake import open_connection
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import new_ring
 from tests.capture.stage import Clock, Stage
@@ -41,5 +41,5 @@ def home(tmp_path_factory: pytest.TempPathFactory, stages: dict[str, Stage]) -> 
 
 @pytest.fixture(scope="session")
 def lake(home: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    with open_lake(place_of(home)) as connection:
+    with open_connection(place_of(home)) as connection:
         yield connection

@@ -20,7 +20,7 @@ import duckdb
 import pytest
 
 from capture.frames import TraceWriter
-from capture.lake import open_lake
+from capture.lake import open_connection
 from capture.ring import RingWriter
 from engine.admission import QueueLimits
 from engine.batch import StepBatch, StepResult
@@ -252,7 +252,7 @@ def lake(
     home = tmp_path_factory.mktemp("live")
     for name, (play, *_) in SCENARIOS.items():
         ids[name] = play(home)
-    with open_lake(commit_rings(home)) as connection:
+    with open_connection(commit_rings(home)) as connection:
         yield connection
 
 
