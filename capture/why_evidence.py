@@ -93,6 +93,8 @@ AHEAD = Piece(
     f"""
     SELECT engine_id, own_slot AS slot, count(*) AS requests,
         count(*) FILTER (arrived_at_us > own_arrived_at_us) AS overtakers,
+        count(*) FILTER (arrived_at_us > own_arrived_at_us AND effective > own_effective)
+            AS outranking,
         string_agg({_ANSWERED}, ', '
             ORDER BY overlap_us DESC, slot) FILTER (rank <= {SHOWN}) AS who
     FROM (
@@ -164,7 +166,12 @@ CLAIMED = (
             ms("c.busy_us"),
             "coalesce(a.requests, 0)",
             "coalesce(': ' || a.who, '')",
-            _either("a.overtakers > 0", ", {} of them came later", "a.overtakers"),
+            _either(
+                "a.overtakers > 0",
+                ", {} of them came later, {} with a higher priority",
+                "a.overtakers",
+                "a.outranking",
+            ),
             "coalesce(c.queue_waiting, 0)",
             "100 * coalesce(c.queue_kv_share, 0)",
             _either(
@@ -302,7 +309,8 @@ VERDICTS = Piece(
                 WHEN is_proxied THEN 'a request through the proxy: the upstream''s steps are not '
                     || 'visible'
                 WHEN is_incomplete THEN 'its steps are not in the lake'
-                ELSE format('its step took {{}}, nothing in it stands out', {ms("spent_us")}) END}}
+                ELSE format('its step took {{}}, nothing in it stands out',
+                    coalesce({ms("spent_us")}, 'an unknown time')) END}}
             ELSE {{us: causes[1].us::DOUBLE, cause: causes[1].cause,
                 evidence: causes[1].evidence || array_to_string(list_transform(list_filter(
                     causes[2:], lambda x: x.us > {SHARE} * lost_us), lambda x: '; also ' || x.cause

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +212,26 @@ def play_preempted_prefill(stage: Stage) -> None:
     stage.run((MATE, SUBJECT), 20)
 
 
+def play_jitter(stage: Stage) -> None:
+    """Everything varies by some percent, as on a real machine."""
+    chance = random.Random(7)
+
+    def around(us: float) -> float:
+        return us * max(0.5, chance.gauss(1.0, 0.08))
+
+    start(stage)
+    for _ in range(200):
+        stage.step(
+            (MATE, SUBJECT),
+            forward_us=around(2700),
+            schedule_us=around(50),
+            prepare_us=around(60),
+            sample_us=around(140),
+            between_us=around(50),
+        )
+    stage.finish(SUBJECT)
+
+
 FIRSTS: dict[str, tuple[Callable[[Stage], None], str, str]] = {
     "queued": (play_queue, "queued", "behind 3 running"),
     "prefix miss": (
@@ -272,6 +293,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     **{f"gap: {name}": decode_with(trouble) for name, (trouble, *_) in GAPS.items()},
     **{f"first: {name}": play for name, (play, *_) in FIRSTS.items()},
     "steady": decode_with(lambda _: None),
+    "jitter": play_jitter,
     "lost": decode_with(steps_lost),
     "proxy": decode_with(slow_forward),
     "sending": play_slow_client,

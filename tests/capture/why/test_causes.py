@@ -57,7 +57,7 @@ def test_the_evidence_names_who_was_involved(
     assert f"{of('first: queued', 2)} (tenant busy, busy/chat/-, 12 + " in queued
     assert f"{of('first: queued', 3)} (tenant vip, vip/chat/-" in queued
     assert "priority 90" in queued
-    assert "1 of them came later" in queued
+    assert "1 of them came later, 1 with a higher priority" in queued
     assert "its priority was 40, -10 of it by the feedback policy" in queued
     shared = why(lake, stages["gap: prefill"])[BEFORE + 1]["evidence"]
     assert f"{of('gap: prefill', 7)} (tenant bulk, bulk/chat/-, prompt of 700)" in shared
@@ -70,6 +70,7 @@ def test_steady_gaps_need_no_explanation(
     lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
 ) -> None:
     assert set(why(lake, stages["steady"])) == {0}
+    assert set(why(lake, stages["jitter"])) == {0}, "8 % more or less is no event"
 
 
 def test_what_the_trace_does_not_say_is_not_made_up(

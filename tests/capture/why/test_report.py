@@ -14,8 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from capture.frames import TraceWriter
-from capture.lake import open_lake
+from capture.lake import open_connection
 from capture.ring import RingWriter
+from capture.why import CAUSES
 from capture.why_lookup import (
     Ranking,
     Subject,
@@ -113,7 +114,7 @@ def test_a_request_that_still_runs_is_explained_as_far_as_it_got(tmp_path: Path)
     identity, waiting = write_request(trace, 0), write_request(trace, 1)
     write_step(trace, 0, 1, phase=1, position=0)
     place = commit_rings(tmp_path)
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         (explanation,) = explain(lake, find(lake, identity))
         assert explanation.subject.outcome == "unfinished"
         assert "still running" in screen(explanation)
@@ -234,6 +235,12 @@ def test_the_commands_errors_are_clear(home: Path, tmp_path: Path) -> None:
     )
     for wrong in ([], ["ab" * 16, "--slowest", "3"], ["ab" * 16, "--by", "gap"]):
         assert run(home, *wrong).exit_code == 2
+
+
+def test_the_documentation_explains_every_cause() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "why.md").read_text()
+    for cause in CAUSES:
+        assert f"\n| {cause} |" in page
 
 
 def test_a_subject_whose_counts_are_unknown_is_shown(
