@@ -1,9 +1,9 @@
 """Replaces personal data and secrets in captured traffic by placeholders such as `<email>`.
 
-Found: e-mail addresses, phone numbers, card numbers (Luhn), IBANs (mod 97), the shapes of API
-keys, bearer tokens, JWTs and private keys, and values named as a password, token or key. Not
-found: names, postal addresses, numbers spelled out in words or one digit a line, anything encoded
-(base64) or split over two fields. Where a check is unsure the
+Found: e-mail addresses (also `a (at) b.com`), phone numbers, card numbers (Luhn), IBANs (mod 97),
+also over a line break, the shapes of API keys, bearer tokens, JWTs and private keys, and values
+named as a password, token or key. Not found: names, postal addresses, numbers spelled out in words
+or one digit a line, anything encoded (base64) or split over two fields. Where a check is unsure the
 text is redacted, not kept.
 """
 
@@ -12,25 +12,26 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
+
+from capture.personal_numbers import (
+    DIGITS,
+    LINE_BREAK,
+    NUMBER_SEPARATORS,
+    PLAIN_SHAPES,
+    TRUNK_REGIONS,
+    Span,
+    account_numbers,
+    is_card_number,
+    is_international,
+    is_national,
+    looks_like_phone,
+    wrapped_numbers,
+)
 
 PIECE_CHARS = 32 * 1024
 """Long texts are scanned in pieces that end at a line break, so that no single regular expression
 holds the interpreter (and with it the engine's thread) for long."""
-
-TRUNK_REGIONS = ("GB", "DE", "FR", "JP", "IN")
-"""Where national numbers are dialled with a leading zero."""
-
-PLAIN_SHAPES = {
-    (3, 3, 4): ("US",),
-    (1, 3, 3, 4): ("US",),
-    (10,): ("US", "IN"),
-    (5, 5): ("IN",),
-    (3, 4, 4): ("CN",),
-    (11,): ("CN", "US"),
-}
-"""Lengths of the digit groups in which numbers without a leading zero are written, and where."""
 
 PHONE_CHECKS = 2000
 """Numbers validated per record; beyond that every candidate counts as a phone number."""
@@ -48,6 +49,19 @@ _EMAIL = re.compile(
 )
 _EMAIL_ANY_SCRIPT = re.compile(r"(?<![\w.+\-])[\w.+\-]++[@＠][\w\-]++(?:\.[\w\-]++)+")
 _EMAIL_SIGNS = ("@", "＠", "%40")
+_AT = r"\s{0,2}[(\[{<]\s?(?i:at|@)\s?[)\]}>]\s{0,2}"
+_DOT = r"\s{0,2}[(\[{<]\s?(?i:dot|punkt|\.)\s?[)\]}>]\s{0,2}|\s{1,2}(?i:dot)\s{1,2}"
+_EMAIL_SPELLED = re.compile(
+    r"(?<![A-Za-z0-9._+\-])[A-Za-z0-9._+\-]++(?:"
+    rf"(?:{_AT})(?:[A-Za-z0-9\-]++(?:\.|{_DOT}))+"
+    rf"|\s{{1,2}}(?i:at)\s{{1,2}}(?:[A-Za-z0-9\-]++(?:{_DOT}))+"
+    r")[A-Za-z]{2,24}(?![A-Za-z0-9])"
+)
+"""`jane (at) example.com`, `jane at example dot com`; a plain `at` needs a spelled dot."""
+
+_SPELLED_SIGNS = (
+    "at)", "at]", "at}", "at>", "at )", "at ]", "@)", "@]", "@}", "@>", "@ )", " dot", "dot)", "dot]"
+)  # fmt: skip
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----.*?"
     r"(?:-----END (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----|\Z)",
@@ -85,26 +99,20 @@ _ASSIGNED = re.compile(
 """`password = hunter2xyz`: a value with letters and digits, if what stands before it names one."""
 _NAMES_SECRET = re.compile(r"(?i:secret|token|password|passwd|key|authorization)[\"']?\s{0,3}\Z")
 NAME_CHARS = 20
-_IBAN = re.compile(r"[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,40}+")
-NUMBER_SEPARATORS = r" \-./()\u00a0\u2000-\u200d\u2010-\u2015\u202f\u205f\u2060\u2212\u3000\ufeff"
-"""What stands between the digits of one number, as part of a character class: also the dashes and
-spaces that word processors put there, and invisible characters."""
 _NUMBER_RUN = re.compile(rf"\d(?:[{NUMBER_SEPARATORS}]{{0,2}}\d){{6,}}+")
-_DIGITS = re.compile(r"\d+")
 _NOT_BEFORE_PHONE = re.compile(r"(?:[A-Za-z0-9_]|\d[.,])\Z")
 _NOT_AFTER_PHONE = re.compile(r"[A-Za-z0-9_]")
 
+_BETWEEN_LINES = re.compile(r"[^\d\s][ \t\r]{0,2}\n(?![ \t>]{0,4}\d)")
+
 _BEGUN = re.compile(
-    rf"(?:\d[{NUMBER_SEPARATORS}]{{0,2}}){{6,}}\Z|[^\s@]{{1,64}}@[^\s@]{{0,255}}\Z"
+    rf"(?:\d(?:{LINE_BREAK}|[{NUMBER_SEPARATORS}]{{0,2}})){{6,}}\Z|[^\s@]{{1,64}}@[^\s@]{{0,255}}\Z"
     r"|(?<![A-Za-z0-9])(?:[A-Za-z0-9]{2,10}[-_]|eyJ|AKIA|ASIA|AIza|SG\.|hvs\.)"
     r"(?=[A-Za-z0-9_\-.]*\d)[A-Za-z0-9_\-.]{4,}\Z"
     r"|(?<![A-Za-z0-9])(?:[sprg]s?k|gh[oprsu]|gl[a-z]{2,4}|xox[a-z]|hf)[-_][A-Za-z0-9_\-]{4,}\Z"
 )
 """A number, address or key that may be incomplete, at the end of an answer that was cut off."""
 BEGUN_CHARS = 512
-
-Span = tuple[int, int, str]
-"""Start, stop and kind of something to hide."""
 
 
 class Redactor:
@@ -147,9 +155,13 @@ class Redactor:
         if any(sign in text for sign in _EMAIL_SIGNS):
             text = self._replace(_EMAIL, "email", text)
             text = self._replace(_EMAIL_ANY_SCRIPT, "email", text)
-        text = self._cut_out(text, [span for run in _IBAN.finditer(text) for span in _ibans(run)])
+        lowered = text.lower()
+        if any(sign in lowered for sign in _SPELLED_SIGNS):
+            text = self._replace(_EMAIL_SPELLED, "email", text)
+        text = self._cut_out(text, list(account_numbers(text)))
         runs = _NUMBER_RUN.finditer(text)
-        return self._cut_out(text, [span for run in runs for span in self._numbers(run)])
+        text = self._cut_out(text, [span for run in runs for span in self._numbers(run)])
+        return self._cut_out(text, list(wrapped_numbers(text)))
 
     def _replace(self, pattern: re.Pattern[str], kind: str, text: str) -> str:
         text, count = pattern.subn(f"<{kind}>", text)
@@ -170,7 +182,7 @@ class Redactor:
     def _numbers(self, run: re.Match[str]) -> Iterator[Span]:
         """Cards and phone numbers among the digit groups of `run`, longest first, left to right."""
         text = run.string
-        groups = [found.span() for found in _DIGITS.finditer(text, run.start(), run.end())]
+        groups = [found.span() for found in DIGITS.finditer(text, run.start(), run.end())]
         first = 0
         while first < len(groups):
             if first and not _may_begin_number(text, groups[first]):
@@ -213,12 +225,12 @@ class Redactor:
             return True
         digits = "".join(parts)
         if international:
-            return _is_international(digits)
+            return is_international(digits)
         if digits.startswith("00"):
-            return _is_international(digits[2:])
+            return is_international(digits[2:])
         if digits[0] == "0":
-            return _is_national(digits, TRUNK_REGIONS, mobile=False)
-        return _is_national(digits, PLAIN_SHAPES[tuple(map(len, parts))], mobile=True)
+            return is_national(digits, TRUNK_REGIONS, mobile=False)
+        return is_national(digits, PLAIN_SHAPES[tuple(map(len, parts))], mobile=True)
 
 
 def redact_record(record: dict[str, Any]) -> dict[str, Any]:
@@ -253,52 +265,6 @@ def redact_record(record: dict[str, Any]) -> dict[str, Any]:
     return clean
 
 
-def looks_like_phone(international: bool, parts: list[str]) -> bool:
-    """Whether digit groups are written as people write phone numbers.
-
-    International (after a +, or 00): 8 to 15 digits. With a trunk zero: 9 to 12 digits in at most
-    five groups. Otherwise the groups of PLAIN_SHAPES. Seven-digit local numbers are left alone:
-    nothing tells them from other numbers.
-    """
-    digits = sum(map(len, parts))
-    if international or parts[0].startswith("00"):
-        return 8 <= digits <= 17
-    if parts[0][0] == "0":
-        return 9 <= digits <= 12 and len(parts) <= 5
-    return tuple(map(len, parts)) in PLAIN_SHAPES
-
-
-@lru_cache(maxsize=4096)
-def _is_international(digits: str) -> bool:
-    import phonenumbers
-
-    try:
-        return bool(phonenumbers.is_possible_number(phonenumbers.parse(f"+{digits}")))
-    except phonenumbers.NumberParseException:
-        return False
-
-
-@lru_cache(maxsize=4096)
-def _is_national(digits: str, regions: tuple[str, ...], *, mobile: bool) -> bool:
-    """Whether this is a number (when `mobile`, one that may be a mobile's) of one of `regions`."""
-    import phonenumbers
-
-    mobiles = (
-        phonenumbers.PhoneNumberType.MOBILE,
-        phonenumbers.PhoneNumberType.FIXED_LINE_OR_MOBILE,
-    )
-    for region in regions:
-        try:
-            number = phonenumbers.parse(digits, region)
-        except phonenumbers.NumberParseException:
-            continue
-        if not phonenumbers.is_valid_number_for_region(number, region):
-            continue
-        if not mobile or phonenumbers.number_type(number) in mobiles:
-            return True
-    return False
-
-
 def _may_begin_number(text: str, group: tuple[int, int]) -> bool:
     """Whether a card or phone number may begin with this group, which is not a run's first.
 
@@ -323,23 +289,6 @@ def _phone_prefix(text: str, start: int) -> str:
     return before[-1:] if before[-1:] in ("+", "(") else ""
 
 
-def is_card_number(digits: str) -> bool:
-    """13 to 19 decimal digits that begin like a payment card and pass the Luhn check (ISO 7812)."""
-    if not 13 <= len(digits) <= 19 or int(digits[0]) not in (2, 3, 4, 5, 6):
-        return False
-    values = [int(digit) for digit in digits[::-1]]
-    doubled = sum(value * 2 - 9 if value > 4 else value * 2 for value in values[1::2])
-    return (sum(values[::2]) + doubled) % 10 == 0
-
-
-def is_iban(text: str) -> bool:
-    """Whether `text` (no spaces) is an account number of ISO 13616: remainder 1 modulo 97."""
-    if not 15 <= len(text) <= 34:
-        return False
-    rotated = text[4:] + text[:4]
-    return int("".join(str(int(character, 36)) for character in rotated)) % 97 == 1
-
-
 def _named_secrets(text: str) -> Iterator[Span]:
     for found in _ASSIGNED.finditer(text):
         start = found.start()
@@ -353,13 +302,16 @@ def _leave_out(record: dict[str, Any], counts: Counter[str], key: str) -> None:
 
 
 def _pieces(text: str) -> Iterator[str]:
+    """Between lines, where possible not in the middle of a number that goes on in the next one."""
     start = 0
     while len(text) - start > 2 * PIECE_CHARS:
-        end = text.find("\n", start + PIECE_CHARS)
-        if end < 0:
+        begin = start + PIECE_CHARS
+        found = _BETWEEN_LINES.search(text, begin, begin + PIECE_CHARS)
+        end = text.find("\n", begin) + 1 if found is None else found.end()
+        if end == 0:
             break
-        yield text[start : end + 1]
-        start = end + 1
+        yield text[start:end]
+        start = end
     yield text[start:]
 
 
@@ -381,14 +333,3 @@ def _card_end(text: str, groups: list[tuple[int, int]], first: int) -> int | Non
         if (first == last or grouped or whole) and is_card_number(digits):
             found = last
     return found
-
-
-def _ibans(run: re.Match[str]) -> Iterator[Span]:
-    """The longest beginning of `run` that is an IBAN: words in capitals may follow it."""
-    text, start = run.string, run.start()
-    if text[start - 1 : start].isalnum():
-        return
-    for end in range(run.end(), start + 14, -1):
-        if text[end - 1] != " " and is_iban(text[start:end].replace(" ", "")):
-            yield start, end, "iban"
-            return

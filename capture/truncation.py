@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from capture.redaction import NUMBER_SEPARATORS
+from capture.personal_numbers import NUMBER_SEPARATORS
 
 REQUEST_TEXTS = ("messages", "prompt", "rendered_prompt")
 CUT_TAIL_CHARS = 512
 """How far back a cut looks for white space: half an address or key must not stay at the end."""
 
-_NUMBER_TAIL = re.compile(rf"[\d+{NUMBER_SEPARATORS}]*\Z")
+_NUMBER_TAIL = re.compile(rf"[\d+\s{NUMBER_SEPARATORS}]*\Z")
 
 
 def approximate_bytes(record: dict[str, Any]) -> int:

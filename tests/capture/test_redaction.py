@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.redaction import Redactor, is_card_number, is_iban, redact_record
+from capture.personal_numbers import is_card_number, is_iban
+from capture.redaction import PIECE_CHARS, Redactor, redact_record
 from capture.truncation import truncate_record
 
 FOUND = [
@@ -54,6 +55,16 @@ FOUND = [
     ("SG.ngeVfQFYQlKU0ufo8x5d1A.TwL2iGABf9DHoTf-09kqeF8tAmbi", "<secret>"),
     ("123456789:AA" + "HdqTcvCH1vGWJxfSeofSAs0K5PALDsaw", "<secret>"),
     ("https://hooks.slack.com/services/T00000000/B00000000/XXXXXXXX", "https://<secret>"),
+    ("pay 4111 1111\n1111 1111 today", "pay <card> today"),
+    ("pay 4111-1111-\r\n  1111-1111", "pay <card>"),
+    ("> 5555 5555\n> 5555 4444 or 3782 822463\n10005", "> <card> or <card>"),
+    ("call +49 30\n1234567 now", "call <phone> now"),
+    ("DE89 3704 0044\n0532 0130 00", "<iban>"),
+    ("jane.doe (at) example.com", "<email>"),
+    ("jane.doe [at] mail [dot] example [dot] com!", "<email>!"),
+    ("jane{AT}example.org, jane <at> example.org", "<email>, <email>"),
+    ("reach jane at example dot com.", "reach <email>."),
+    ("jane (@) example.com", "<email>"),
     *(
         (f"{prefix}{'0123456789abcdef' * 2}", "<secret>")
         for prefix in (
@@ -75,6 +86,13 @@ KEPT = [
     "in 1984 and 2026 it cost 12.50 each, rooms 100-2000",
     "the token = next_token[17], max_tokens=128, token_ids: 1234567890ab, password: must be 8 long",
     "basic understanding; api_key=os.environ['OPENAI_API_KEY2']; key-value store; worship",
+    "look at example.com (at least once), meet me at noon; a dot com company at large",
+    "values[at].size, x @ w.T, f(at)(b), (at) the end. com",
+    "2021 2022\n2023 2024\n2025 2026",
+    "1200\n4500\n5100\n3900\n4111\n2300\n5500\n6400\n4000",
+    "4111 1111 1111\n\n1112 4111",
+    "@@ -1,7 +1,7 @@\n+12\n+3456789",
+    "12.50\n4111.10\n1111.25\n1111.00",
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 हिन्दी ไทย 한국어",
 ]
 
@@ -110,12 +128,30 @@ def test_redacting_again_changes_nothing(text: str) -> None:
     "text",
     ["a@a." * 100_000, "x@" + "a-" * 200_000, "1 2 3 4 5 " * 20_000, "+1" * 200_000,
      ": " * 100_000, "token=" * 50_000, "key=" + "a1" * 100_000, "%40a." * 100_000,
-     "-----BEGIN PRIVATE KEY-----" * 20_000, "eyJ" * 200_000],
+     "4111\n" * 100_000, "12 34\n5 " * 50_000, "a at b dot " * 50_000, "a (at) b." * 50_000,
+     "AB12\nCD34 " * 50_000, "-----BEGIN PRIVATE KEY-----" * 20_000, "eyJ" * 200_000],
 )  # fmt: skip
 def test_hostile_text_takes_linear_time(text: str) -> None:
     started = time.monotonic()
     Redactor().text(text)
     assert time.monotonic() - started < 5
+
+
+@given(st.integers(-40, 40))
+def test_a_number_is_found_wherever_a_long_text_is_cut_to_pieces(shift: int) -> None:
+    filler = "words of a line\n" * ((PIECE_CHARS + shift) // 16) + "x" * (shift % 16)
+    text = filler + "card 4111 1111\n1111 1111 end\n" + "more lines\n" * 10_000
+    assert "1111" not in Redactor().text(text)
+
+
+def test_half_a_number_over_a_line_break_goes_with_a_cut() -> None:
+    text = "card 4111 1111\n1111 1111 and more"
+    for limit in range(1, len(text)):
+        clean = redact_record(truncate_record({"prompt": text}, limit))["prompt"]
+        assert "4111" not in clean
+        assert (
+            "4111" not in redact_record({"output_text": text[:limit]})["output_text"] or limit < 14
+        )
 
 
 def test_token_ids_go_with_the_text_they_reveal() -> None:
