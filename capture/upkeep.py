@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.errors import first_line
-from capture.lake import LakePlace
-from capture.retention import Limits, Retention, disk_use
+from capture.lake import NAME, LakePlace
+from capture.retention import METADATA, Limits, Retention, disk_use
 
 if TYPE_CHECKING:
     import duckdb
@@ -26,6 +27,7 @@ SMALL_FILE_BYTES = 16 << 20
 EXPIRE_S = 60.0
 GRACE_S = 600.0  # longer than any reader's query
 RETENTION_S = 10.0
+STORE_GRACE_DAYS = 2  # in an object store
 HURRIED_GRACE_S = 10.0  # when the byte limit is near: a reader's longer query may fail
 PRUNE_S = 300.0
 ORPHANS_S = 3600.0
@@ -40,6 +42,21 @@ DELETE FROM ingest_cursor WHERE (engine_id, epoch, position) NOT IN (
         ON c.engine_id = l.engine_id AND c.committed_at < l.noticed_at
     WHERE l.kind <> 'retention'
 )
+"""
+
+# DuckLake's `older_than` compares texts in a SQLite catalog, right to the day at best: ages are
+# computed here. A snapshot counts from its replacement: a reader may have begun with it just then.
+_SCHEDULED = f"{METADATA}.ducklake_files_scheduled_for_deletion"
+_DATA_PATH = f"SELECT value FROM {METADATA}.ducklake_metadata WHERE key = 'data_path'"
+_REPLACED = f"""
+SELECT snapshot_id FROM (
+    SELECT snapshot_id, lead(snapshot_time::TIMESTAMPTZ) OVER (ORDER BY snapshot_id) AS replaced_at
+    FROM {METADATA}.ducklake_snapshot
+) WHERE replaced_at <= now() - to_microseconds(({{seconds}} * 1e6)::BIGINT)
+"""
+_UNNEEDED = f"""
+SELECT data_file_id, path FROM {_SCHEDULED} WHERE path_is_relative
+    AND schedule_start::TIMESTAMPTZ <= now() - to_microseconds(({{seconds}} * 1e6)::BIGINT)
 """
 
 
@@ -96,7 +113,7 @@ class Upkeep:
         if self.retention.run(connection, self.lake_bytes):
             self._due_s[self._retain] = 0.0
         if self.retention.in_a_hurry(self.lake_bytes):
-            expire(connection, HURRIED_GRACE_S, 0.0)
+            expire(connection, HURRIED_GRACE_S, HURRIED_GRACE_S)
             self.lake_bytes = disk_use(self._place, connection)
 
     def _expire(self, connection: duckdb.DuckDBPyConnection) -> None:
@@ -118,27 +135,45 @@ class Upkeep:
 def merge(connection: duckdb.DuckDBPyConnection) -> None:
     """Merge a bounded number of small files. Readers see the same rows before, during and after."""
     connection.execute(
-        f"CALL ducklake_merge_adjacent_files('lake', max_compacted_files => {MERGE_FILES}, "
+        f"CALL ducklake_merge_adjacent_files('{NAME}', max_compacted_files => {MERGE_FILES}, "
         f"max_file_size => {SMALL_FILE_BYTES})"
     ).fetchall()
 
 
 def expire(connection: duckdb.DuckDBPyConnection, snapshots_s: float, files_s: float) -> None:
-    """Forget snapshots older than `snapshots_s` seconds, and delete the files that only forgotten
-    ones need `files_s` seconds after that. A query that still reads such a file fails."""
-    _maintain(connection, "ducklake_expire_snapshots", snapshots_s)
-    _maintain(connection, "ducklake_cleanup_old_files", files_s)
+    """Forget snapshots that were replaced more than `snapshots_s` seconds ago, and delete files
+    that no snapshot has needed for `files_s` seconds. A query that still reads one fails."""
+    replaced = connection.execute(_REPLACED.format(seconds=snapshots_s)).fetchall()
+    if replaced:
+        versions = ", ".join(str(version) for (version,) in replaced)
+        function = f"ducklake_expire_snapshots('{NAME}', versions => [{versions}])"
+        connection.execute(f"SELECT count(*) FROM {function}").fetchall()
+    (data,) = connection.execute(_DATA_PATH).fetchall()[0]
+    if "://" in data:
+        age = f"now() - INTERVAL {STORE_GRACE_DAYS} DAY"
+        function = f"ducklake_cleanup_old_files('{NAME}', older_than => {age})"
+        connection.execute(f"SELECT count(*) FROM {function}").fetchall()
+    else:
+        _delete_unneeded(connection, Path(data), files_s)
+
+
+def _delete_unneeded(connection: duckdb.DuckDBPyConnection, data: Path, files_s: float) -> None:
+    """What DuckLake's own clean-up does, but by the age of each file."""
+    due = connection.execute(_UNNEEDED.format(seconds=files_s)).fetchall()
+    for _, path in due:
+        (data / path).unlink(missing_ok=True)
+    if due:
+        ids = [identity for identity, _ in due]
+        connection.execute(
+            f"DELETE FROM {_SCHEDULED} WHERE data_file_id IN (SELECT unnest($1))", [ids]
+        )
 
 
 def delete_orphans(connection: duckdb.DuckDBPyConnection, age_s: float) -> int:
     """Delete files in the lake's directory that its catalog does not know and that are older than
     `age_s` seconds: leftovers of a collector that was killed while it wrote. Returns how many."""
-    return _maintain(connection, "ducklake_delete_orphaned_files", age_s)
-
-
-def _maintain(connection: duckdb.DuckDBPyConnection, function: str, age_s: float) -> int:
-    before = f"now() - to_microseconds({round(age_s * 1e6)})"
-    query = f"SELECT count(*) FROM {function}('lake', older_than => {before})"
     # A result that nobody fetches is a function that never came to its end.
-    (count,) = connection.execute(query).fetchall()[0]
+    before = f"now() - to_microseconds({round(age_s * 1e6)})"
+    function = f"ducklake_delete_orphaned_files('{NAME}', older_than => {before})"
+    (count,) = connection.execute(f"SELECT count(*) FROM {function}").fetchall()[0]
     return int(count)

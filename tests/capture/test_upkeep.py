@@ -1,0 +1,140 @@
+"""The lake's upkeep: what it deletes, what it keeps, and that readers never notice."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from uuid import UUID
+
+import duckdb
+import pytest
+
+from capture import upkeep
+from capture.collector import Collector
+from capture.lake import LakePlace, open_lake
+from capture.retention import Limits
+from capture.upkeep import Upkeep, delete_orphans, expire
+from tests.capture.rings import engine
+
+ENGINE = UUID(int=3)
+NOON = datetime(2026, 1, 1, 12)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> LakePlace:
+    return LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
+
+
+@pytest.fixture
+def lake(place: LakePlace) -> Iterator[duckdb.DuckDBPyConnection]:
+    connection = open_lake(place, read_only=False)
+    connection.execute("SET ducklake_default_data_inlining_row_limit = 0")
+    yield connection
+    connection.close()
+
+
+def files(place: LakePlace, table: str) -> list[Path]:
+    return sorted(Path(place.data).glob(f"main/{table}/*.parquet"))
+
+
+def mark(lake: duckdb.DuckDBPyConnection, text: str) -> None:
+    lake.execute("INSERT INTO marks VALUES ($1, $2, $3)", [ENGINE, NOON, text])
+
+
+def test_files_of_dropped_rows_leave_the_disk_after_the_grace(
+    lake: duckdb.DuckDBPyConnection, place: LakePlace
+) -> None:
+    mark(lake, "a")
+    lake.execute("DELETE FROM marks")
+    expire(lake, 3600, 3600)
+    assert len(files(place, "marks")) == 1, "a reader of the last minutes may want it"
+    assert len(lake.execute("SELECT snapshot_id FROM ducklake_snapshots('lake')").fetchall()) > 2
+    expire(lake, 0, 3600)
+    assert len(files(place, "marks")) == 1
+    assert len(lake.execute("SELECT snapshot_id FROM ducklake_snapshots('lake')").fetchall()) == 1
+    expire(lake, 0, 0)
+    assert files(place, "marks") == []
+
+
+def test_leftovers_of_a_killed_commit_are_deleted_and_nothing_else(
+    lake: duckdb.DuckDBPyConnection, place: LakePlace
+) -> None:
+    mark(lake, "a")
+    (known,) = files(place, "marks")
+    old, new = known.with_name("old.parquet"), known.with_name("new.parquet")
+    for path in (old, new):
+        path.write_bytes(known.read_bytes())
+    os.utime(old, (time.time() - 7200,) * 2)
+    assert delete_orphans(lake, 3600) == 1
+    assert files(place, "marks") == sorted([known, new])
+
+
+def test_old_cursors_go_but_for_the_last_and_those_that_date_a_loss(
+    lake: duckdb.DuckDBPyConnection, place: LakePlace
+) -> None:
+    for second in range(10):
+        lake.execute(
+            "INSERT INTO ingest_cursor VALUES ($1, 7, $2, 0, $2, 0, 0, 0, 0, false, $3)",
+            [ENGINE, second, NOON + timedelta(seconds=second)],
+        )
+    lost = NOON + timedelta(seconds=4.5)
+    lake.execute(
+        "INSERT INTO losses VALUES ($1, 7, $2, 'overwritten', 0, 1, 1, NULL)", [ENGINE, lost]
+    )
+    subject = Upkeep(place, Limits())
+    subject._prune(lake)
+    left = lake.execute("SELECT sequence FROM ingest_cursor ORDER BY sequence").fetchall()
+    assert left == [(4,), (9,)]
+
+
+def test_a_failure_waits_and_is_counted(
+    lake: duckdb.DuckDBPyConnection, place: LakePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> bool:
+        raise duckdb.TransactionException("conflict")
+
+    subject = Upkeep(place, Limits(days=1))
+    monkeypatch.setattr(subject.retention, "run", failing)
+    assert subject.run_if_due(lake, calm=True)
+    assert (subject.runs, subject.failures) == (1, 1)
+    assert not subject.run_if_due(lake, calm=True), "not again at once"
+
+
+def test_the_collector_holds_its_lake_under_the_limit_while_readers_query(
+    place: LakePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "RETENTION_S", 0.0)
+    monkeypatch.setattr(upkeep, "HURRIED_GRACE_S", 0.2)
+    monkeypatch.setattr("capture.collector.COMMIT_S", 0.05)
+    limit = 900 << 10
+    stop = threading.Event()
+    subject = Collector(
+        place,
+        ring_dir=tmp_path / "rings",
+        crash_dir=tmp_path / "crashes",
+        stop=stop,
+        limits=Limits(max_bytes=limit),
+    )
+    thread = threading.Thread(target=subject.run)
+    thread.start()
+    for _ in range(6):
+        engine(tmp_path / "rings", requests=100, steps=1500, capacity=16 << 20).close()
+        time.sleep(0.5)
+    try:
+        deadline = time.monotonic() + 40
+        while subject.status.tokens < 900_000 or subject.status.lake_bytes > limit:
+            assert time.monotonic() < deadline, subject.status
+            time.sleep(0.05)
+    finally:
+        stop.set()
+        thread.join(60)
+    assert subject.status.dropped_tokens > 0
+    with open_lake(place) as lake:
+        counted = "SELECT (SELECT count(*) FROM tokens), (SELECT sum(tokens) FROM losses)"
+        ((tokens, dropped),) = lake.execute(counted).fetchall()
+    assert tokens + dropped == 900_000
+    assert dropped == subject.status.dropped_tokens
