@@ -77,7 +77,8 @@ class QueryError(CaptureError):
 
 def first_line(error: Exception) -> str:
     """What a DuckDB error says, without class, stack and query; of a failed commit the cause."""
-    lines = str(error).strip().split("\n")
+    text = str(error).strip()
+    lines = [line for line in text.split("\n") if not line.startswith("DETAIL:")] or [text]
     line = lines[-1] if "Failed to commit" in lines[0] else lines[0]
     line = line.partition("Error: ")[2] or line
     return f"{line} (is the disk full?)" if line.endswith("disk I/O error") else line

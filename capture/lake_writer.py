@@ -36,6 +36,7 @@ log = logging.getLogger("inferloop.collector")
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 LAKE_RETRIES = 3  # inside one commit, about half a second; beyond that we wait and say so
+SHARED_RETRIES = 10  # where several collectors write, losing a race is no outage
 STOP_PATIENCE_S = 10.0
 MEMORY_LIMIT = "2GiB"  # of DuckDB; a merge and a rollup take a tenth of it
 THREADS = 1  # a second one costs a third more CPU for each token, which readers and engines miss
@@ -153,7 +154,9 @@ class LakeWriter:
             check_files(connection, self._place)
             # Rows inlined in the catalog vanish for readers while they are flushed to files.
             connection.execute("SET ducklake_default_data_inlining_row_limit = 0")
-            connection.execute(f"SET ducklake_max_retry_count = {LAKE_RETRIES}")
+            shared = self._place.catalog_file is None
+            retries = SHARED_RETRIES if shared else LAKE_RETRIES
+            connection.execute(f"SET ducklake_max_retry_count = {retries}")
             # Files are read once, by a merge or a rollup; kept in memory they only grow it.
             connection.execute("SET enable_external_file_cache = false")
             connection.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")

@@ -2,8 +2,9 @@
 
 `python -m tests.capture.collect_process HOME RING_DIR` runs one until SIGTERM; with a number
 after it that many are started one after the other and killed at random moments (forked, so that
-they need not be imported each time). They commit and merge far more often than the real one, so
-that a kill at any time falls near a commit.
+they need not be imported each time). With a catalog's URL after it, it works on that lake, with
+files in HOME. They commit, merge, roll up and clean far more often than the real one, so that a
+kill at any time falls near a commit and several of them get in each other's way.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import threading
 import time
 from pathlib import Path
 
-from capture import collector, upkeep
+from capture import collector, rollup_schedule, upkeep
 from capture.follower import Status
 from capture.lake import LakePlace
 
 
-def collect(home: Path, ring_dir: Path, ready: int) -> None:
+def collect(home: Path, ring_dir: Path, ready: int, catalog: str | None = None) -> None:
     collector.COMMIT_S, collector.COMMIT_TOKENS = 0.02, 3000
     upkeep.MERGE_COMMITS = 5
+    if catalog is not None:
+        collector.COMMIT_S = 0.1
+        upkeep.EXPIRE_S, upkeep.PRUNE_S, upkeep.GRACE_S = 1.0, 1.5, 5.0
+        rollup_schedule.ROLLUP_S = 0.5
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     told: list[int] = []
@@ -33,7 +38,7 @@ def collect(home: Path, ring_dir: Path, ready: int) -> None:
             told.append(os.write(ready, b"ready\n"))
 
     collector.Collector(
-        LakePlace(str(home / "catalog.sqlite"), str(home / "data")),
+        LakePlace(catalog or str(home / "catalog.sqlite"), str(home / "data")),
         ring_dir=ring_dir,
         crash_dir=home / "crashes",
         stop=stop,
@@ -65,7 +70,9 @@ def collect_and_die(home: Path, ring_dir: Path, times: int) -> None:
 
 if __name__ == "__main__":
     directories = Path(sys.argv[1]), Path(sys.argv[2])
-    if len(sys.argv) > 3:
+    if len(sys.argv) > 3 and "://" in sys.argv[3]:
+        collect(*directories, sys.stdout.fileno(), sys.argv[3])
+    elif len(sys.argv) > 3:
         collect_and_die(*directories, int(sys.argv[3]))
     else:
         collect(*directories, sys.stdout.fileno())

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
 from capture.collector import Collector
 from capture.errors import LakeError, LakeMissingError
+from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from capture.query import run_query
-from tests.capture.rings import engine
+from tests.capture.rings import MIB, engine, new_ring, write_request, write_step
 from tests.migrations.postgres import postgres_server
 
 
@@ -63,3 +69,96 @@ def test_three_collectors_write_to_one_lake_at_once(place: LakePlace, tmp_path: 
     query = "SELECT count(*) AS tokens, count(DISTINCT engine_id) AS engines FROM tokens"
     with run_query(place, query) as reader:
         assert reader.read_all().to_pylist() == [{"tokens": 3 * 10 * 180, "engines": 9}]
+
+
+ROWS = 40
+
+
+class Host:
+    """A host with one engine and one collector, which is a process of its own."""
+
+    def __init__(self, place: LakePlace, home: Path, number: int) -> None:
+        self.engine_id = UUID(int=1000 + number)
+        self._place = place
+        self._home = home
+        self._log = home.with_suffix(".log")
+        self._ring = new_ring(home / "rings", 16 * MIB, self.engine_id)
+        self._trace = TraceWriter(self._ring)
+        self._trace.engine({"model": "tiny"})
+        for slot in range(ROWS):
+            write_request(self._trace, slot)
+        self.steps = 0
+        self.start()
+
+    def start(self) -> None:
+        data = Path(self._place.data).parent
+        with self._log.open("ab") as log:
+            self.collector = subprocess.Popen(
+                [sys.executable, "-m", "tests.capture.collect_process", str(data),
+                 str(self._home / "rings"), self._place.catalog],
+                stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+        assert self.collector.stdout is not None
+        assert self.collector.stdout.readline() == b"ready\n", self.log
+
+    def write(self) -> None:
+        """One step of all its requests."""
+        write_step(self._trace, self.steps, ROWS, phase=1 if self.steps == 0 else 0)
+        self.steps += 1
+
+    def kill(self) -> None:
+        self.collector.kill()
+        self.collector.wait()
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._ring.close()
+
+    def stop(self) -> None:
+        """The collector drains the ring and ends."""
+        self.collector.send_signal(signal.SIGTERM)
+        assert self.collector.wait(60) == 0, self.log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.mark.kill
+def test_three_hosts_share_a_lake_while_one_collector_is_killed_again_and_again(
+    place: LakePlace, tmp_path: Path
+) -> None:
+    """They commit, merge, expire, prune and roll up the same tables at the same time."""
+    hosts = [Host(place, tmp_path / f"host{number}", number) for number in range(3)]
+    for moment in range(240):
+        for host in hosts:
+            host.write()
+        if moment % 80 == 60:
+            hosts[0].kill()
+            hosts[0].start()
+        time.sleep(0.02)
+    for host in hosts:
+        host.close()
+    time.sleep(1)  # long enough for the last rollup
+    for host in hosts:
+        host.stop()
+        assert "Traceback" not in host.log
+    ids = ", ".join(f"'{host.engine_id}'" for host in hosts)
+    with open_connection(place) as lake:
+        query = f"""
+            SELECT count(*), count(DISTINCT (slot, step_id)), min(step_id), max(step_id)
+            FROM tokens WHERE engine_id IN ({ids}) GROUP BY engine_id
+        """
+        steps = hosts[0].steps
+        assert lake.execute(query).fetchall() == [(ROWS * steps, ROWS * steps, 0, steps - 1)] * 3
+        lost = f"SELECT count(*) FROM losses WHERE engine_id IN ({ids})"
+        assert lake.execute(lost).fetchone() == (0,)
+        rolled = f"""
+            SELECT engine_id, sum(tokens)::BIGINT FROM latency_rollup WHERE engine_id IN ({ids})
+            GROUP BY engine_id ORDER BY engine_id
+        """
+        assert lake.execute(rolled).fetchall() == [
+            (host.engine_id, ROWS * (steps - 1)) for host in hosts
+        ], "first tokens are left out"
+        files = "SELECT count(*) FROM ducklake_list_files('lake', 'tokens')"
+        assert (lake.execute(files).fetchone() or (0,))[0] < 60, "they were merged"
