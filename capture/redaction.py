@@ -60,7 +60,8 @@ _EMAIL_SPELLED = re.compile(
 """`jane (at) example.com`, `jane at example dot com`; a plain `at` needs a spelled dot."""
 
 _SPELLED_SIGNS = (
-    "at)", "at]", "at}", "at>", "at )", "at ]", "@)", "@]", "@}", "@>", "@ )", " dot", "dot)", "dot]"
+    "at)", "at]", "at}", "at>", "at )", "at ]", "@)", "@]", "@}", "@>", "@ )", " dot", "dot)",
+    "dot]",
 )  # fmt: skip
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----.*?"
@@ -237,7 +238,7 @@ def redact_record(record: dict[str, Any]) -> dict[str, Any]:
     """A copy of a raw traffic record without personal data or secrets.
 
     Token ids and alternatives of a text in which something was redacted are left out, and so are
-    token ids whose text is not there to be checked; each is counted in `redactions`. About 20 MB
+    token ids whose text is not there to be checked; each is counted in `redactions`. About 15 MB
     of prose a second. Raises on malformed records; the caller drops the content then.
     """
     redactor = Redactor()

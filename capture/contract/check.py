@@ -6,13 +6,17 @@ Nothing is coerced: "7" is no integer. Not for comparing distributions: `capture
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pydantic_core
+
 from capture.contract.schema import traffic_schema
+from capture.traffic import TrafficRecord
 from capture.traffic_files import numbered_lines, traffic_files
 
 if TYPE_CHECKING:
@@ -22,6 +26,8 @@ KEPT_VIOLATIONS = 1000
 LONGEST_VALUE = 60
 
 Record = dict[str, Any]
+
+_SPACED_COLON = re.compile(rb'"[ \t\r\n]+:')
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,37 @@ def _is_time(value: object) -> bool:
 
 def _checked(validator: Any, line: bytes) -> tuple[Record | None, list[tuple[str, str]]]:
     """The line's object if it is one, and its problems as field and reason."""
+    valid = _valid_record(line)
+    return _judged(validator, line) if valid is None else (valid, [])
+
+
+def _valid_record(line: bytes) -> Record | None:
+    """The line's object if it is clearly valid: fifteen times faster than asking the schema, which
+    is made from the same type."""
+    try:
+        value = pydantic_core.from_json(line, allow_inf_nan=False)
+        TrafficRecord.model_validate_json(line, strict=True)
+    except ValueError:
+        return None
+    return value if _has_each_name_once(line, value) else None
+
+
+def _has_each_name_once(line: bytes, value: Record) -> bool:
+    """False when in doubt: the line holds as many names as the object that was made from it, or
+    text that looks like some."""
+    return _SPACED_COLON.search(line) is None and line.count(b'":') == _count_names(value)
+
+
+def _count_names(value: Any) -> int:
+    if isinstance(value, dict):
+        return len(value) + sum(map(_count_names, value.values()))
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return sum(map(_count_names, value))
+    return 0
+
+
+def _judged(validator: Any, line: bytes) -> tuple[Record | None, list[tuple[str, str]]]:
+    """The same as the schema sees it, with all that is wrong."""
     try:
         value = json.loads(line, parse_constant=_refused, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:

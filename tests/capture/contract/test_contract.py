@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
+from capture.contract import check
 from capture.contract.check import check_files
 from capture.contract.compatibility import compare
 from capture.contract.drift import Profile, compare_profiles, holm
@@ -147,6 +150,42 @@ def test_the_schema_and_the_record_type_agree_on_what_is_valid(tmp_path: Path) -
         except ValueError:
             valid = False
         assert (check_files(path).broken_lines == 0) == valid, change
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["2026-11-29", "2026-11-29T12:00:00Z", "a" * 32, "/v1/completions", 2**70]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(sorted(TrafficRecord.model_fields)), JSON_VALUES, st.booleans())
+def test_the_short_way_to_a_verdict_leads_to_the_same(name: str, value: Any, twice: bool) -> None:
+    """What passes for clearly valid has no violation when the schema is asked."""
+    field = "schema" if name == "schema_" else name
+    text = broken(1, **{field: value}).rstrip()
+    if twice:
+        text = text[:-1] + b', "x": 1}'.replace(b"x", field.encode())
+    if check._valid_record(text) is not None:
+        assert check._judged(check._validator(), text)[1] == []
+    if twice:
+        assert check._valid_record(text) is None
+
+
+@pytest.mark.parametrize(
+    "content", ['a "name": value', 'an "odd" : one', "{}", '\\": ', "line\u2028break", "\x00"]
+)
+def test_text_that_looks_like_json_is_no_violation(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "t.jsonl"
+    messages = [{"role": "user", "content": content, "parts": [1, {"a": 1}]}]
+    path.write_bytes(line(1, messages=messages) + broken(2, messages=messages))
+    checked = check_files(path)
+    assert (checked.lines, checked.broken_lines) == (2, 0)
+    twice = line(3).rstrip()[:-1] + b',"messages":[{"a":1,"a" :2}]}\n'
+    path.write_bytes(twice)
+    assert "occurs twice" in check_files(path).violations[0].reason
 
 
 def test_compressed_and_unfinished_files_are_read(tmp_path: Path) -> None:
