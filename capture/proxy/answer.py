@@ -19,7 +19,10 @@ Counted = Literal["usage", "token_ids", "chunks"]
 GENERATED = (
     "content", "text", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call",
 )  # fmt: skip
-"""Where an event carries what the model wrote; `content` and `text` are the answer's text."""
+"""Where an event carries what the model wrote."""
+
+TEXTS = ("content", "text")
+"""Those of them that are the answer's text."""
 
 NO_TOKEN = 0xFFFFFFFF
 LARGEST_COUNT = 1 << 31
@@ -42,11 +45,13 @@ class Answer:
     """An answer as far as it came.
 
     `text`, `token_ids` and `logprobs` are those of choice 0, kept only with `keeps_text`, up to
-    `limit_bytes` and as far as `budget` allows (`truncated`: there was more). `tokens` are those
+    `limit_bytes` and as far as `budget` allows (`truncated`: there was more). `has_other_text`:
+    the tokens also hold what is not in `text`, such as reasoning or tool calls. `tokens` are those
     counted piece by piece.
     """
 
     def __init__(self, *, keeps_text: bool, limit_bytes: int, budget: Budget) -> None:
+        self.has_other_text = False
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -157,7 +162,8 @@ class Answer:
         return int(has_content)
 
     def _keep(self, delta: dict[str, Any], ids: list[int], logprobs: list[float]) -> None:
-        text = next((delta[n] for n in ("content", "text") if isinstance(delta.get(n), str)), "")
+        text = next((delta[n] for n in TEXTS if isinstance(delta.get(n), str)), "")
+        self.has_other_text |= any(delta.get(name) for name in GENERATED if name not in TEXTS)
         size = len(text) + OBJECT_BYTES * (len(ids) + len(logprobs))
         fits = self._held_bytes + size <= self._limit_bytes
         if self.truncated or not fits or not self._budget.take(size):

@@ -64,6 +64,7 @@ def _answered(seen: Observation) -> dict[str, Any]:
     if not answer.text and answer.usage is None and not answer.tokens:
         return {}
     whole = len(answer.token_ids) == answer.output_tokens and not answer.truncated
+    whole &= not answer.has_other_text  # nobody could tell what personal data they hold
     return {
         "output_text": "".join(answer.text),
         "output_token_ids": answer.token_ids if whole else None,

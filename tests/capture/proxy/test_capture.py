@@ -17,7 +17,7 @@ from capture.decode import EngineFrame, EventFrame, FinishFrame, RequestFrame
 from capture.frames import NONE
 from capture.traffic import TrafficRecord
 from tests.capture.proxy.nasty import DONE, Conversation, Nasty, chat_event, chunk, usage_event
-from tests.capture.proxy.processes import ProxyProcess, raw
+from tests.capture.proxy.processes import ProxyProcess, raw, wait_for
 
 CHAT = "/v1/chat/completions"
 QUESTION = {
@@ -428,6 +428,38 @@ def test_personal_data_is_redacted(proxy: ProxyProcess, upstream: Nasty) -> None
     record = proxy.record(ask(proxy, body=question).name)
     assert "example.com" not in json.dumps(record)
     assert record["redactions"]
+
+
+def test_token_ids_without_their_text_are_not_kept(proxy: ProxyProcess, upstream: Nasty) -> None:
+    """Reasoning and tool calls are in the ids, but in no text that redaction reads."""
+    upstream.script = streams(
+        chat_event(choice={"delta": {"reasoning_content": "joe@"}, "token_ids": [1, 2]}),
+        chat_event("Hi", choice={"token_ids": [3], "delta": {"content": "Hi"}}),
+        chat_event(finish_reason="stop"), DONE,
+    )  # fmt: skip
+    record = proxy.record(ask(proxy).name)
+    assert record["output_text"] == "Hi"
+    assert "output_token_ids" not in record
+    body = {"model": "tiny", "prompt": [5, 6, 7], "stream": True}
+    record = proxy.record(ask(proxy, "/v1/completions", body).name)
+    assert "prompt_token_ids" not in record
+
+
+def test_turns_of_an_unnamed_chat_are_one_conversation(
+    proxy: ProxyProcess, upstream: Nasty
+) -> None:
+    upstream.script = streams(*PLAIN)
+    turns = [{"role": "user", "content": "a chat nobody named"}]
+    for _ in range(2):
+        httpx.post(proxy.url + CHAT, json=QUESTION | {"messages": turns}, trust_env=False)
+        turns += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+
+    def found() -> list[str]:
+        records = [record for record in proxy.records() if "nobody named" in str(record)]
+        return [record["conversation_id"] for record in records]
+
+    wait_for(lambda: len(found()) == 2)
+    assert len(set(found())) == 1
 
 
 def test_trace_says_what_it_is_of(proxy: ProxyProcess, upstream: Nasty) -> None:
