@@ -93,7 +93,7 @@ REQUESTS = Table(
         SLOT,
         Column("request_id", "VARCHAR NOT NULL", "W3C trace id, 32 hex digits"),
         Column("arrived_at", "TIMESTAMP NOT NULL", "arrival"),
-        Column("prompt_tokens", "INTEGER", "tokens of the prompt"),
+        Column("prompt_tokens", "INTEGER", "tokens of the prompt; NULL: not known to a proxy"),
         Column("cached_tokens", "INTEGER", "prompt tokens found in the prefix cache"),
         Column("max_tokens", "INTEGER", "output tokens allowed"),
         Column("priority", "INTEGER", "0-100, larger is served first"),
@@ -155,7 +155,7 @@ TOKENS = Table(
         SLOT,
         STEP_ID,
         Column("position", "INTEGER NOT NULL", "index in the output, from 0"),
-        Column("token_id", "INTEGER NOT NULL", "vocabulary id"),
+        Column("token_id", "INTEGER NOT NULL", "vocabulary id; -1: seen by a proxy, not known"),
         Column("is_first", "BOOLEAN NOT NULL", "the request's first token (ended its prefill)"),
         Column("emitted_at", "TIMESTAMP NOT NULL", "end of its step"),
         Column(
@@ -199,7 +199,8 @@ EVENTS = Table(
     "events",
     "What happened to requests and engines: preempted, resumed, aborted, cache_evicted, degraded, "
     "policy_reloaded, rejected, gc_pause, gpu_attached, gpu_throttled, gpu_throttle_ended, "
-    "gpu_unavailable, gpu_available; from the collector: engine_closed, engine_crashed.",
+    "gpu_unavailable, gpu_available; from a proxy: upstream_error, usage, tokens_per_chunk; "
+    "from the collector: engine_closed, engine_crashed.",
     (
         ENGINE_ID,
         Column("happened_at", "TIMESTAMP NOT NULL", "when"),
