@@ -273,7 +273,7 @@ def test_a_catalog_locked_longer_than_any_timeout_is_waited_out(
 def keep_the_lake(place: LakePlace) -> None:
     """All upkeep, on a catalog that is no SQLite file."""
     subject = Upkeep(place, Limits(days=9, max_bytes=1 << 30))
-    with open_lake(place, read_only=False) as lake:
+    with open_connection(place, read_only=False) as lake:
         merge(lake)
         expire(lake, 0, 0)
         delete_orphans(lake, 3600)

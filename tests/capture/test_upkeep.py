@@ -15,7 +15,7 @@ import pytest
 
 from capture import upkeep
 from capture.collector import Collector
-from capture.lake import LakePlace, open_lake
+from capture.lake import LakePlace, open_connection
 from capture.retention import Limits
 from capture.upkeep import Upkeep, delete_orphans, expire
 from tests.capture.rings import engine
@@ -31,7 +31,7 @@ def place(tmp_path: Path) -> LakePlace:
 
 @pytest.fixture
 def lake(place: LakePlace) -> Iterator[duckdb.DuckDBPyConnection]:
-    connection = open_lake(place, read_only=False)
+    connection = open_connection(place, read_only=False)
     connection.execute("SET ducklake_default_data_inlining_row_limit = 0")
     yield connection
     connection.close()
@@ -133,7 +133,7 @@ def test_the_collector_holds_its_lake_under_the_limit_while_readers_query(
         stop.set()
         thread.join(60)
     assert subject.status.dropped_tokens > 0
-    with open_lake(place) as lake:
+    with open_connection(place) as lake:
         counted = "SELECT (SELECT count(*) FROM tokens), (SELECT sum(tokens) FROM losses)"
         ((tokens, dropped),) = lake.execute(counted).fetchall()
     assert tokens + dropped == 900_000
