@@ -89,7 +89,7 @@ def open_connection(
     if isinstance(place, Settings):
         place = LakePlace.from_settings(place)
     file = place.catalog_file
-    if read_only and file is not None and not file.exists():
+    if read_only and file is not None and not _exists(file):
         raise LakeMissingError(missing(place))
     if not read_only:
         prepare_place(place)
@@ -190,7 +190,7 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
     except duckdb.Error as error:
         if "does not exist" in str(error) and read_only:
             raise LakeMissingError(missing(place)) from error
-        reason = first_line(error)
+        reason = _explained(first_line(error), file)
         if place.password:
             reason = reason.replace(place.password, "***")
         raise LakeError(f"cannot open the lake at {place.described}: {reason}") from None
@@ -266,6 +266,29 @@ def _check_wal(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
             f"the catalog {file} is not in WAL mode, so its readers would block the collector: "
             f"with nothing using it, run  sqlite3 {file} 'PRAGMA journal_mode=WAL'"
         )
+
+
+def _exists(file: Path) -> bool:
+    """Whether the catalog is there. Raises LakeError when this user may not even look."""
+    try:
+        return file.exists()
+    except OSError as error:
+        raise LakeError(f"cannot look for the lake at {file}: {error.strerror}") from error
+
+
+def _explained(reason: str, file: Path | None) -> str:
+    """What SQLite says of a file that this user may not use, with the way out."""
+    if file is None:
+        return reason
+    if "readonly database" in reason:
+        return (
+            f"no collector has it open, and this user may not write in {file.parent}, where "
+            "SQLite then puts its index file: read it as the collector's user, start the "
+            "collector, or make the directory writable"
+        )
+    if "unable to open database file" in reason:
+        return "this user may not read it: use the collector's user"
+    return reason
 
 
 def missing(place: LakePlace) -> str:
