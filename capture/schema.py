@@ -286,7 +286,8 @@ LOSSES = Table(
         Column(
             "kind",
             "VARCHAR NOT NULL",
-            "overwritten: before it was read; torn: by the engine's death; undecodable: see detail",
+            "overwritten: before it was read; torn: by the engine's death; undecodable: see "
+            "detail; retention: dropped later to stay within the lake's limits",
         ),
         Column("first_sequence", "BIGINT", "first frame lost"),
         Column("frames", "BIGINT NOT NULL", "frames lost"),
