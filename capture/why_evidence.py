@@ -101,19 +101,15 @@ AHEAD = Piece(
         SELECT *, row_number() OVER (PARTITION BY engine_id, own_slot
             ORDER BY overlap_us DESC, slot) AS rank
         FROM (
-            SELECT w.engine_id, w.slot AS own_slot, w.arrived_at_us AS own_arrived_at_us,
-                w.effective AS own_effective, r.slot, r.request_id, r.tenant, r.class_key,
-                r.prompt_tokens, coalesce(f.output_tokens, 0) AS output_tokens,
-                {effective("r")} AS effective, epoch_us(r.arrived_at) AS arrived_at_us,
-                least(coalesce(epoch_us(f.finished_at), w.arrived_at_us + q.queue_us),
+            SELECT n.*, w.arrived_at_us AS own_arrived_at_us, w.effective AS own_effective,
+                least(coalesce(n.finished_at_us, w.arrived_at_us + q.queue_us),
                         w.arrived_at_us + q.queue_us)
-                    - greatest(coalesce(epoch_us(f.admitted_at), epoch_us(r.arrived_at)),
-                        w.arrived_at_us) AS overlap_us
+                    - greatest(coalesce(n.admitted_at_us, n.arrived_at_us), w.arrived_at_us)
+                    AS overlap_us
             FROM wanted AS w JOIN queue AS q USING (engine_id, slot)
-            JOIN requests AS r ON r.engine_id = w.engine_id AND r.slot <> w.slot
-            LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
-            WHERE epoch_us(r.arrived_at) < w.arrived_at_us + q.queue_us
-                AND (f.finished_at IS NULL OR f.admitted_at IS NOT NULL)
+            JOIN neighbours AS n ON n.engine_id = w.engine_id AND n.own_slot = w.slot
+            WHERE n.arrived_at_us < w.arrived_at_us + q.queue_us
+                AND (n.admitted_at_us IS NOT NULL OR NOT n.has_ended)
         ) WHERE overlap_us > 0
     ) AS o GROUP BY engine_id, own_slot""",
 )

@@ -98,7 +98,8 @@ SPAN = Piece(
 )
 
 NEAR = Piece(
-    "near",  # the engine's steps from the request's arrival to its end, and those around them
+    "near",  # the engine's steps around the request's own; listed one by one, so that the
+    # scan of `steps` reads their part of the files and no more
     f"""
     SELECT s.engine_id, s.step_id, epoch_us(s.started_at) AS started_at_us,
         (s.schedule_us + s.prepare_us + s.forward_us + s.sample_us)::BIGINT AS spent_us,
@@ -107,12 +108,29 @@ NEAR = Piece(
         s.device_us IS NOT NULL AS on_device, s.schedule_us, s.prepare_us, s.sample_us,
         s.prefill_tokens, s.decode_tokens, s.running, s.waiting, s.kv_used, s.kv_total,
         s.graph_bucket
-    FROM steps AS s JOIN (
-        SELECT engine_id, min(first_step) - {HISTORY_STEPS} AS low,
-            max(last_step) + {HISTORY_STEPS} AS high, make_timestamp(min(arrived_at_us)) AS since
-        FROM span JOIN wanted USING (engine_id, slot) GROUP BY engine_id
-    ) AS period ON period.engine_id = s.engine_id
-    WHERE s.step_id <= period.high AND (s.step_id >= period.low OR s.started_at >= period.since)""",
+    FROM (
+        SELECT DISTINCT engine_id, unnest(range(greatest(0, first_step - {HISTORY_STEPS}),
+            last_step + {HISTORY_STEPS} + 1)) AS step_id
+        FROM span
+    ) AS k JOIN steps AS s ON s.engine_id = k.engine_id AND s.step_id = k.step_id""",
+)
+
+NEIGHBOURS = Piece(
+    "neighbours",  # requests that came shortly before and after each one, listed likewise
+    f"""
+    SELECT k.own_slot, r.engine_id, r.slot, r.request_id, r.tenant, r.class_key, r.prompt_tokens,
+        r.cached_tokens, {effective("r")} AS effective, epoch_us(r.arrived_at) AS arrived_at_us,
+        coalesce(f.output_tokens, 0) AS output_tokens, f.slot IS NOT NULL AS has_ended,
+        epoch_us(f.admitted_at) AS admitted_at_us, epoch_us(f.finished_at) AS finished_at_us,
+        epoch_us(f.first_token_at) - epoch_us(r.arrived_at) AS ttft_us,
+        epoch_us(f.flushed_at) - epoch_us(f.last_token_at) AS sending_us
+    FROM (
+        SELECT engine_id, slot AS own_slot, unnest(range(greatest(0, slot - {PEER_SLOTS}),
+            slot + {PEER_SLOTS} + 1)) AS slot
+        FROM wanted
+    ) AS k JOIN requests AS r ON r.engine_id = k.engine_id AND r.slot = k.slot
+    LEFT JOIN finishes AS f ON f.engine_id = k.engine_id AND f.slot = k.slot
+    WHERE k.slot <> k.own_slot""",
 )
 
 PACE = Piece(
@@ -227,23 +245,25 @@ PAUSES = Piece(
 )
 
 QUEUE = Piece(
-    "queue",  # from arrival to the first step, and what the engine did meanwhile
-    """
+    "queue",  # from arrival to the first step, and what the engine did meanwhile (should more
+    # steps have passed than `near` goes back, it was busy before them, too)
+    f"""
     SELECT w.engine_id, w.slot, any_value(first.started_at_us) - w.arrived_at_us AS queue_us,
         if(count(s.step_id) = 0, 0, max(least(s.ended_at_us, first.started_at_us))
-            - min(greatest(s.started_at_us, w.arrived_at_us))) AS busy_us,
+            - if(min(s.step_id) = any_value(span.first_step) - {HISTORY_STEPS}, w.arrived_at_us,
+                min(greatest(s.started_at_us, w.arrived_at_us)))) AS busy_us,
         max(s.running) AS running, max(s.waiting) AS waiting,
         max(s.kv_used / nullif(s.kv_total, 0)) AS kv_share
     FROM wanted AS w JOIN span USING (engine_id, slot)
     JOIN near AS first ON first.engine_id = w.engine_id AND first.step_id = span.first_step
     LEFT JOIN near AS s ON s.engine_id = w.engine_id AND s.step_id < span.first_step
-        AND s.ended_at_us > w.arrived_at_us
+        AND s.step_id >= span.first_step - {HISTORY_STEPS} AND s.ended_at_us > w.arrived_at_us
     GROUP BY w.engine_id, w.slot, w.arrived_at_us""",
 )
 
 PEERS = Piece(
     "peers",  # other requests of its class and tenant: their TTFT, cache hits, sending
-    f"""
+    """
     SELECT engine_id, slot, median(ttft_us) FILTER (is_class) AS ttft_us,
         count(*) FILTER (is_class AND is_earlier) AS class_requests,
         median(hits) FILTER (is_class AND is_earlier) AS class_hits,
@@ -251,15 +271,12 @@ PEERS = Piece(
         median(hits) FILTER (is_tenant AND is_earlier) AS tenant_hits,
         count(sending_us) AS sent, median(sending_us) AS sending_us
     FROM (
-        SELECT w.engine_id, w.slot, r.class_key = w.class_key AS is_class,
-            r.tenant = w.tenant AS is_tenant, r.slot < w.slot AS is_earlier,
-            least(r.cached_tokens, r.cached_tokens / nullif(r.prompt_tokens, 0) * w.prompt_tokens)
-                AS hits,
-            epoch_us(f.first_token_at) - epoch_us(r.arrived_at) AS ttft_us,
-            epoch_us(f.flushed_at) - epoch_us(f.last_token_at) AS sending_us
-        FROM wanted AS w JOIN requests AS r ON r.engine_id = w.engine_id AND r.slot <> w.slot
-            AND r.slot BETWEEN w.slot - {PEER_SLOTS} AND w.slot + {PEER_SLOTS}
-        LEFT JOIN finishes AS f ON f.engine_id = r.engine_id AND f.slot = r.slot
+        SELECT w.engine_id, w.slot, n.class_key = w.class_key AS is_class,
+            n.tenant = w.tenant AS is_tenant, n.slot < w.slot AS is_earlier, n.ttft_us,
+            n.sending_us, least(n.cached_tokens,
+                n.cached_tokens / nullif(n.prompt_tokens, 0) * w.prompt_tokens) AS hits
+        FROM wanted AS w
+        JOIN neighbours AS n ON n.engine_id = w.engine_id AND n.own_slot = w.slot
     ) GROUP BY engine_id, slot""",
 )
 
@@ -268,6 +285,7 @@ PIECES = (
     OWN_PREFILL,
     SPAN,
     NEAR,
+    NEIGHBOURS,
     PACE,
     ENGINE_PACE,
     SLOW,
