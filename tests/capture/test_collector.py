@@ -158,7 +158,7 @@ def test_undecodable_frames_are_counted_and_the_rest_goes_on(place: LakePlace, r
 @pytest.mark.parametrize(
     "poison",
     [
-        lambda trace, ring: write_request(trace, 9, max_tokens=2**32 - 1),
+        lambda trace, ring: write_request(trace, 9, max_tokens=2**32 - 2),
         lambda trace, ring: write_request(trace, 9, arrival_ns=0),
         lambda trace, ring: trace.engine({"model": "half \ud800"}),
         lambda trace, ring: trace.engine({"model": "m", "note": "half \ud800"}),
