@@ -88,10 +88,9 @@ def open_connection(
     """
     if isinstance(place, Settings):
         place = LakePlace.from_settings(place)
-    file = place.catalog_file
-    if read_only and file is not None and not _exists(file):
-        raise LakeMissingError(missing(place))
-    if not read_only:
+    if read_only:
+        require_catalog(place)
+    else:
         prepare_place(place)
     connection = _attached(place, read_only, threads)
     try:
@@ -268,12 +267,16 @@ def _check_wal(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None:
         )
 
 
-def _exists(file: Path) -> bool:
-    """Whether the catalog is there. Raises LakeError when this user may not even look."""
+def require_catalog(place: LakePlace) -> None:
+    """Raise LakeMissingError when there is no catalog file, LakeError when this user may not even
+    look."""
+    file = place.catalog_file
     try:
-        return file.exists()
+        found = file is None or file.exists()
     except OSError as error:
         raise LakeError(f"cannot look for the lake at {file}: {error.strerror}") from error
+    if not found:
+        raise LakeMissingError(missing(place))
 
 
 def _explained(reason: str, file: Path | None) -> str:

@@ -194,8 +194,10 @@ def _connection(place: LakePlace, stamp: tuple[int, int] | None) -> duckdb.DuckD
 
 
 def _stamp(place: LakePlace) -> tuple[int, int] | None:
-    file = place.catalog_file
-    if file is None or not file.exists():
+    if place.catalog_file is None:
         return None
-    status = os.stat(file)
+    try:
+        status = os.stat(place.catalog_file)
+    except OSError:
+        return None  # opening it will say why
     return status.st_dev, status.st_ino
