@@ -2,7 +2,7 @@
 
 The process (`capture.query_process`) attaches the lake READ_ONLY, shuts itself in, and only then
 looks at a query. Here: one statement at a time, time limit, result as Arrow; a session keeps the
-process for the next query. Not for our own queries: those use `capture.lake.open_lake`.
+process for the next query. Not for our own queries: those use `capture.lake.open_connection`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
-from capture.errors import LakeMissingError, QueryError
-from capture.lake import LakePlace, missing
+from capture.errors import QueryError
+from capture.lake import LakePlace, require_catalog
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,8 +46,7 @@ class QuerySession:
 
     def __init__(self, place: LakePlace, limits: QueryLimits | None = None) -> None:
         """Raises LakeMissingError when there is no lake."""
-        if place.catalog_file is not None and not place.catalog_file.exists():
-            raise LakeMissingError(missing(place))
+        require_catalog(place)
         self.limits = limits or QueryLimits()
         self._place = place
         self._process = _start(place, self.limits)
@@ -224,8 +223,9 @@ def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:
         for name, value in os.environ.items()
         if not name.startswith("INFERLOOP_") or name == "INFERLOOP_HOME"
     }
-    if place.password is not None:
-        environment["PGPASSWORD"] = unquote(place.password)  # SQL can see the URL
+    place, password = without_password(place)
+    if password is not None:
+        environment["PGPASSWORD"] = password  # SQL can see the URL, and no environment
     process = subprocess.Popen(
         [sys.executable, "-m", "capture.query_process"],
         stdin=subprocess.PIPE,
@@ -234,7 +234,7 @@ def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:
         env=environment,
     )
     request = {
-        "place": asdict(place.without_password()),
+        "place": asdict(place),
         "memory_mib": limits.memory_mib,
         "threads": limits.threads,
     }
@@ -245,6 +245,25 @@ def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:
     except BrokenPipeError:
         pass  # it died at once; its message is on stderr
     return process
+
+
+def without_password(place: LakePlace) -> tuple[LakePlace, str | None]:
+    """The place without the password in its catalog's URL, and the password.
+
+    It stands before the host or, as libpq allows, among the parameters.
+    """
+    if place.catalog_file is not None:
+        return place, None
+    parts = urlsplit(place.without_password().catalog)
+    password = None if place.password is None else unquote(place.password)
+    kept = []
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name.lower() == "password":
+            password = value
+        else:
+            kept.append((name, value))
+    query = urlencode(kept, quote_via=quote, safe="/")
+    return LakePlace(urlunsplit(parts._replace(query=query)), place.data), password
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

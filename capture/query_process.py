@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 65536
 START_CPU_S = 10
-UNCOUNTED_MIB = 512  # what DuckDB's own memory limit does not count, and this process itself
+UNCOUNTED_MIB = 768  # this process itself, and what DuckDB's own memory limit does not count
 POSTGRES_PORT = 5432
 
 
@@ -121,7 +121,7 @@ def shut(place: LakePlace) -> None:
     """Let the kernel refuse all but reading the lake, where it can: see `capture.sandbox`."""
     if place.catalog_file is None:
         port: int | None = urlsplit(place.catalog).port or POSTGRES_PORT
-        readable, written = [Path.home() / ".postgresql"], []
+        readable, written = [Path("~/.postgresql").expanduser(), Path("~/.pgpass").expanduser()], []
     else:
         port = None
         readable = [place.catalog_file.parent]

@@ -240,23 +240,29 @@ class Terminal:
                 self._seen += os.read(self._handle, 65536)
         self._seen = self._seen[found.end() :]
 
+    def exit_code(self) -> int:
+        deadline = time.monotonic() + 60
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return os.waitstatus_to_exitcode(ended[1])
+
 
 def test_the_shell_on_a_terminal(home: Path) -> None:
     terminal = Terminal(home)
     terminal.wait_for("read-only")
     terminal.wait_for("inferloop>")
     terminal.type("SELECT 1234 * 56\rAS answer;\r")
-    terminal.wait_for("69104")
+    terminal.wait_for("69104.*inferloop>")
     terminal.type("SELECT sum(a.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e;\r")
     terminal.wait_for(r"\x1b\[\?2004l")  # it left the line: the query runs
     time.sleep(0.3)
     terminal.type("\x03")
-    terminal.wait_for("stopped")
+    terminal.wait_for("stopped.*inferloop>")
     terminal.type("SELECT 1234 * 57 AS next;\r")
-    terminal.wait_for("70338")
+    terminal.wait_for("70338.*inferloop>")
     terminal.type("\x04")
-    _, status = os.waitpid(terminal.pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert terminal.exit_code() == 0
     history = home / "sql_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert "+AS answer;" in history.read_text()

@@ -245,8 +245,12 @@ def test_a_runaway_query_is_stopped_within_two_seconds(session: QuerySession, qu
     assert rows(session, "SELECT 1 AS a") == [{"a": 1}], "the next query gets a new process"
 
 
-def test_memory_that_the_database_does_not_count_is_bounded_too(session: QuerySession) -> None:
-    with pytest.raises(QueryError, match="more than its 128 MiB"):
+def test_memory_that_the_database_does_not_count_is_bounded_too(home: Path) -> None:
+    limits = QueryLimits(memory_mib=128)
+    with (
+        QuerySession(place_of(home), limits) as session,
+        pytest.raises(QueryError, match="more than its 128 MiB"),
+    ):
         rows(session, "SELECT length(repeat('x', 3000000000))")
 
 
