@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -111,6 +112,23 @@ def test_a_step_larger_than_the_buffers_gives_the_same_result(tiny_path) -> None
     alone = run(model.runner, rows[:1])
     assert (together.token_ids == alone.token_ids[0]).all()
     assert (together.logprobs == alone.logprobs[0]).all()
+
+
+def test_the_time_for_prompt_logprobs_is_sampling_time(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step that scores prompts would look as if nothing ran in it."""
+    runner = tiny_model.runner
+    ids = list(range(3, 43))
+    row = Row(ids, 0, [0, 1, 2], None, 3, ids[1:])
+    head = type(runner)._head
+
+    def slow_head(self: object, hidden: np.ndarray) -> object:
+        time.sleep(0.02)
+        return head(self, hidden)
+
+    monkeypatch.setattr(type(runner), "_head", slow_head)
+    assert run(runner, [row]).sample_us >= 20_000
 
 
 def test_prompt_logprobs_are_those_of_stepping_through(tiny_model: LoadedModel) -> None:
