@@ -155,6 +155,7 @@ class Collector:
         self.commit()
         if self._roster.stale_left:
             log.warning("%d rings are left for the next collector", self._roster.stale_left)
+        self._tell()
         while self._lake.connected and self._rollup.run_if_due(self._lake.connection(), []):
             pass
 

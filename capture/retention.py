@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from capture.lake import NAME, LakePlace
+from capture.settings import Settings
 
 if TYPE_CHECKING:
     import duckdb
@@ -88,6 +89,11 @@ class Limits:
 
     days: int | None = None
     max_bytes: int | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Limits:
+        gib = settings.lake_max_gib
+        return cls(settings.retention_days, None if gib is None else int(gib * 2**30))
 
     def __bool__(self) -> bool:
         return self.days is not None or self.max_bytes is not None

@@ -59,6 +59,12 @@ SELECT data_file_id, path FROM {_SCHEDULED} WHERE path_is_relative
     AND schedule_start::TIMESTAMPTZ <= now() - to_microseconds(({{seconds}} * 1e6)::BIGINT)
 """
 
+_PRUNE_MARKS = """
+DELETE FROM rollup_marks WHERE (engine_id, step_id) NOT IN (
+    SELECT (engine_id, max(step_id)) FROM rollup_marks GROUP BY engine_id
+)
+"""
+
 
 class Upkeep:
     """One piece of work at each call, the first that is due. Failures wait for the next time."""
@@ -124,6 +130,7 @@ class Upkeep:
     def _prune(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._due_s[self._prune] = time.monotonic() + PRUNE_S
         connection.execute(_PRUNE)
+        connection.execute(_PRUNE_MARKS)
 
     def _orphans(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._due_s[self._orphans] = time.monotonic() + ORPHANS_S

@@ -59,10 +59,7 @@ def collect(
     _log_to(console, quiet)
     settings = Settings()
     place = LakePlace.from_settings(settings)
-    limit = settings.lake_max_gib
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = _stop_on_signals()
     progress = Progress(console, quiet=quiet)
     watchers = [progress.show, _supervision(stop)]
 
@@ -70,10 +67,6 @@ def collect(
         notify("READY=1")
         if not quiet:
             console.print(f"collecting from {settings.rings} into {place.described}")
-
-    def told(status: Status) -> None:
-        for watch in watchers:
-            watch(status)
 
     with ExitStack() as stack:
         port = metrics_port or settings.collector_metrics_port
@@ -84,14 +77,27 @@ def collect(
             ring_dir=settings.rings,
             crash_dir=settings.home / "crashes",
             stop=stop,
-            on_status=told,
+            on_status=lambda status: _tell(watchers, status),
             on_start=started,
-            limits=Limits(settings.retention_days, None if limit is None else int(limit * 2**30)),
+            limits=Limits.from_settings(settings),
         )
         with progress:
             status = collector.run(once=once)
     if not quiet:
         console.print(f"stopped: {described(status)}")
+
+
+def _stop_on_signals() -> threading.Event:
+    """Set by SIGTERM and Ctrl-C."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _tell(watchers: list[Callable[[Status], None]], status: Status) -> None:
+    for watch in watchers:
+        watch(status)
 
 
 def _log_to(console: Console, quiet: bool) -> None:

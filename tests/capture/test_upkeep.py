@@ -85,8 +85,12 @@ def test_old_cursors_go_but_for_the_last_and_those_that_date_a_loss(
     lake.execute(
         "INSERT INTO losses VALUES ($1, 7, $2, 'overwritten', 0, 1, 1, NULL)", [ENGINE, lost]
     )
+    lake.execute(
+        "INSERT INTO rollup_marks SELECT $1, i, $2, $2 FROM range(4) AS r(i)", [ENGINE, NOON]
+    )
     subject = Upkeep(place, Limits())
     subject._prune(lake)
+    assert lake.execute("SELECT step_id FROM rollup_marks").fetchall() == [(3,)]
     left = lake.execute("SELECT sequence FROM ingest_cursor ORDER BY sequence").fetchall()
     assert left == [(4,), (9,)]
 
