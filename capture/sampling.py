@@ -99,10 +99,10 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        joined = "".join(text for text in texts if isinstance(text, str))
-        if joined:
-            return joined
+        fields = [part.get("text") for part in content if isinstance(part, dict)]
+        texts = [text for text in fields if isinstance(text, str)]
+        if texts or not content:
+            return "".join(texts)
     return json.dumps(content, sort_keys=True)
 
 
