@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from capture.mirror import Mirror
+    from capture.mirror import MirrorCounters
 
 TOTALS = (
     ("records_offered", "offered", "Requests that the mirror was told of."),
@@ -25,11 +25,18 @@ BY_KIND = (
 )
 
 
+class Counting(Protocol):
+    """A mirror, whichever process does its work."""
+
+    @property
+    def counters(self) -> MirrorCounters: ...
+
+
 class MirrorCollector(Collector):
     """Read when scraped; offered = written + sum(skipped) + queued. `prefix` ends in the mirror's
     name, as in `inferloop:mirror`; `labels` are those of all metrics of the process."""
 
-    def __init__(self, mirror: Mirror, prefix: str, labels: Mapping[str, str]) -> None:
+    def __init__(self, mirror: Counting, prefix: str, labels: Mapping[str, str]) -> None:
         self._mirror, self._prefix = mirror, prefix
         self._names, self._values = list(labels), list(labels.values())
 

@@ -11,7 +11,6 @@ import importlib.metadata
 import logging
 import resource
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from typing import Any
 from uuid import uuid4
 
 from capture.frames import TraceWriter
-from capture.mirror import Mirror
 from capture.proxy.address import Address, ProxyError, parse_upstream
 from capture.proxy.core import Proxy
 from capture.proxy.metrics import ProxyMetrics
+from capture.proxy.mirror_process import MirrorProcess
 from capture.proxy.recorder import Recorder
 from capture.ring import RingWriter
 from capture.settings import Settings
@@ -31,9 +30,6 @@ log = logging.getLogger("inferloop.proxy")
 
 DESCRIBE_S = 2.0
 """How long the upstream may take to list its models at the start."""
-
-SWITCH_INTERVAL_S = 0.0005
-"""How long the mirror's thread may keep the interpreter while the wire waits (default: 5 ms)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,6 @@ def run_proxy(
     import uvloop
 
     address = parse_upstream(options.upstream)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _allow_connections()
     with ExitStack() as cleanup:
         recorder = _recorder(options, settings, address, cleanup)
@@ -111,8 +106,8 @@ def _trace_writer(settings: Settings, cleanup: ExitStack) -> TraceWriter:
 
 def _mirror(
     options: ProxyOptions, settings: Settings, metrics: ProxyMetrics, cleanup: ExitStack
-) -> Mirror:
-    mirror = Mirror.from_settings(settings, options.mirror_share)
+) -> MirrorProcess:
+    mirror = MirrorProcess(settings, options.mirror_share)
     cleanup.callback(mirror.close)
     metrics.watch_mirror(mirror)
     return mirror

@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from capture.mirror_metrics import MirrorCollector
+from capture.mirror_metrics import Counting, MirrorCollector
 
 if TYPE_CHECKING:
-    from capture.mirror import Mirror
     from capture.proxy.answer import Answer
     from capture.proxy.observation import Timeline
     from capture.proxy.outcome import Verdict
@@ -129,7 +128,8 @@ class ProxyMetrics:
 
     def answered(self, time: Timeline, answer: Answer, verdict: Verdict) -> None:
         """The end of a captured request, once its answer was read."""
-        self._tokens.labels(answer.counted_by).inc(answer.output_tokens)
+        if answer.output_tokens:
+            self._tokens.labels(answer.counted_by).inc(answer.output_tokens)
         if not verdict.succeeded or not time.first_ns:
             return
         self._ttft.observe((time.first_ns - time.arrival_ns) / 1e9)
@@ -149,7 +149,7 @@ class ProxyMetrics:
         gauge = Gauge(f"inferloop:proxy_{name}", text, registry=self.registry)
         gauge.set_function(read)
 
-    def watch_mirror(self, mirror: Mirror) -> None:
+    def watch_mirror(self, mirror: Counting) -> None:
         """Show the mirror's counters."""
         self.registry.register(MirrorCollector(mirror, "inferloop:proxy_mirror", {}))
 

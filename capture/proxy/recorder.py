@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from capture.errors import place_of
 from capture.frames import NONE, TraceWriter
-from capture.mirror import Mirror
 from capture.proxy.body import Budget
 from capture.proxy.caller import Caller, RequestIds, read_caller
 from capture.proxy.messages import Headers, RequestHead, values_of
@@ -26,6 +25,7 @@ from capture.proxy.trace import ProxyTrace
 
 if TYPE_CHECKING:
     from capture.proxy.metrics import ProxyMetrics
+    from capture.proxy.mirror_process import MirrorProcess
 
 log = logging.getLogger("inferloop.proxy")
 
@@ -41,7 +41,7 @@ class Recorder:
         self,
         metrics: ProxyMetrics,
         writer: TraceWriter | None,
-        mirror: Mirror | None,
+        mirror: MirrorProcess | None,
         *,
         engine_info: dict[str, Any],
         body_bytes: int,
@@ -119,10 +119,18 @@ class Recorder:
         self._flush()
         self._trace_end(seen, verdict, detail)
         self.metrics.answered(seen.time, seen.answer, verdict)
-        if not seen.is_mirrored or self._mirror is None or seen.skipped:
-            return
-        if seen.question.unsupported:
+        if seen.question.unsupported and not seen.skipped:
             self.metrics.skipped(seen.question.unsupported)
+        self._tell_mirror(seen, verdict)
+
+    def _tell_mirror(self, seen: Observation, verdict: Verdict) -> None:
+        why = seen.skipped or seen.question.unsupported
+        if self._mirror is None:
+            return
+        if why:
+            self._mirror.skip(why)
+        elif not seen.is_mirrored:
+            self._mirror.skip("not_sampled")
         else:
             self._mirror.offer(traffic_record(seen, verdict))
 

@@ -55,6 +55,11 @@ class ProxyProcess:
             self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
+    def children(self) -> list[int]:
+        """Ids of the processes that it has started."""
+        pid = self.process.pid
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
     def rss_mib(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         line = next(line for line in status.splitlines() if line.startswith("VmRSS"))

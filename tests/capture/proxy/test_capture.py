@@ -186,13 +186,14 @@ def test_latencies_are_per_token_and_not_per_chunk(
     name, *_ = ask(proxy)
 
     record = proxy.record(name)
-    assert record["ttft_ms"] == pytest.approx(200, abs=40)
+    assert 200 <= record["ttft_ms"] < record["chunks"][1]["at_ms"]
     times = [piece["at_ms"] for piece in record["chunks"]]
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    assert gaps == pytest.approx([50, 50], abs=25)
+    assert 50 < sum(gaps) < 1000  # 100 where nothing else needs the cores
     (finish,) = proxy.of_request(record["request_id"], FinishFrame)
     (request,) = proxy.of_request(record["request_id"], RequestFrame)
-    assert finish.first_token_ns - request.arrival_ns == pytest.approx(200e6, abs=40e6)
+    ttft_ms = (finish.first_token_ns - request.arrival_ns) / 1e6
+    assert ttft_ms == pytest.approx(record["ttft_ms"])
     rows = proxy.rows_of(record["request_id"])
     marks = [f.kind for f in proxy.of_request(record["request_id"], EventFrame)]
     if counted == "chunks":
@@ -201,14 +202,13 @@ def test_latencies_are_per_token_and_not_per_chunk(
         return
     assert finish.output_tokens == 6
     tpot_ms = (finish.last_token_ns - finish.first_token_ns) / 5 / 1e6
-    assert tpot_ms == pytest.approx(20, abs=8)
+    assert tpot_ms == pytest.approx(sum(gaps) / 5)
     if counted == "usage at the end":
         assert "tokens_per_chunk" in marks
         return
     assert [row["position"] for row in rows] == list(range(6))
     latency_ms = [row["latency_us"] / 1e3 for row in rows]
-    assert latency_ms[1:5] == pytest.approx([12.5] * 4, abs=6)
-    assert latency_ms[5] == pytest.approx(50, abs=25)
+    assert latency_ms == pytest.approx([ttft_ms, *[gaps[0] / 4] * 4, gaps[1]])
     assert [row["phase"] for row in rows] == [1, 0, 0, 0, 0, 0]
     ids = [row["token_id"] for row in rows]
     assert ids == ([0, 0, 1, 2, 3, 0] if counted == "token_ids" else [NONE] * 6)
@@ -257,7 +257,9 @@ def test_several_choices_share_a_request(proxy: ProxyProcess, upstream: Nasty) -
     rows = proxy.rows_of(record["request_id"])
     assert [row["position"] for row in rows] == [0, 1, 2, 3]
     assert [row["phase"] for row in rows] == [1, 1, 0, 0]
-    assert [row["latency_us"] / 1e3 for row in rows][2:] == pytest.approx([40, 40], abs=25)
+    times = [piece["at_ms"] for piece in record["chunks"]]
+    expected = [times[2] - times[0], times[3] - times[1]]
+    assert [row["latency_us"] / 1e3 for row in rows][2:] == pytest.approx(expected)
 
 
 def test_answer_in_one_piece(proxy: ProxyProcess, upstream: Nasty) -> None:
@@ -460,6 +462,23 @@ def test_turns_of_an_unnamed_chat_are_one_conversation(
 
     wait_for(lambda: len(found()) == 2)
     assert len(set(found())) == 1
+
+
+def test_failures_count_in_durations_only(proxy: ProxyProcess, upstream: Nasty) -> None:
+    def counts() -> dict[str, float]:
+        text = httpx.get(proxy.url + "/inferloop/metrics", trust_env=False).text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
+        return {name.removeprefix("inferloop:proxy_"): float(value) for name, value in lines}
+
+    before = counts()
+    upstream.script = streams(chat_event("a"), chat_event("b"))  # and no end
+    record = proxy.record(ask(proxy).name)
+    assert record["error_type"] == "incomplete"
+    after = counts()
+    duration = 'request_duration_seconds_count{endpoint="chat"}'
+    assert after[duration] == before[duration] + 1
+    for name in ("time_to_first_token", "inter_token_latency", "request_time_per_output_token"):
+        assert after[f"{name}_seconds_count"] == before[f"{name}_seconds_count"]
 
 
 def test_trace_says_what_it_is_of(proxy: ProxyProcess, upstream: Nasty) -> None:

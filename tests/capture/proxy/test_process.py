@@ -232,6 +232,49 @@ def test_upstream_over_tls(tmp_path: Path, certificate: tuple[Path, Path]) -> No
     upstream.close()
 
 
+@pytest.mark.kill
+def test_mirror_that_dies_does_not_stop_the_forwarding(
+    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+) -> None:
+    gate.set()
+    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    os.kill(proxy.children()[0], signal.SIGKILL)
+
+    def ask() -> str:
+        got: list[bytes] = []
+        stream(proxy, got).join(10)
+        assert b"".join(got).endswith(DONE)
+        return httpx.get(proxy.url + "/inferloop/metrics", trust_env=False).text
+
+    wait_for(lambda: 'records_skipped_total{reason="mirror_gone"}' in ask())
+    assert proxy.stop() == 0
+    assert proxy.process.stderr is not None
+    assert proxy.process.stderr.read().count("mirror's process has died") == 1
+
+
+@pytest.mark.kill
+def test_mirror_of_a_killed_proxy_writes_what_it_has(
+    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+) -> None:
+    gate.set()
+    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    got: list[bytes] = []
+    stream(proxy, got).join(10)
+    wait_for(proxy.records)
+    (mirror,) = proxy.children()
+    proxy.stop(signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{mirror}").exists())
+    assert not list((tmp_path / "traffic").glob("*.part"))
+    assert len(proxy.records()) == 1
+
+
+def test_traffic_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "traffic").touch()
+    where = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(tmp_path / "rings")}
+    message = fails("--upstream", "http://h", "--port", "0", "--mirror", "1", **where)
+    assert "cannot write traffic" in message
+
+
 def test_trace_that_fails_later_does_not_stop_the_forwarding(
     tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
 ) -> None:
