@@ -29,7 +29,7 @@ _log = logging.getLogger("inferloop.mirror")
 
 
 class TrafficStore:
-    """Looks after the finished files of a directory, in a thread of its own.
+    """Looks after the finished files of a directory; compresses in a thread of its own.
 
     `compressed` and `deleted` count files, `deleted_bytes` what they held.
     """
@@ -41,55 +41,53 @@ class TrafficStore:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob("traffic-*.jsonl.part"):
             _adopt(path)
+        self._make_room()
         self._due = threading.Event()
         self._due.set()
         self._closing = False
-        self._thread = threading.Thread(target=self._tidy_always, name="traffic", daemon=True)
+        self._thread = threading.Thread(target=self._compress_always, name="traffic", daemon=True)
         self._thread.start()
 
     def tidy(self) -> None:
-        """A file was finished: look after it soon."""
+        """A file was finished: keep the bound now, compress soon. For one thread to call."""
+        try:
+            self._make_room()
+        except OSError as error:
+            _log.warning("cannot delete the oldest traffic in %s: %s", self._directory, error)
         self._due.set()
 
     def close(self, timeout_s: float) -> None:
-        """Look after what is there once more, then stop; what takes too long stays as it is."""
+        """Compress what is left, then stop; what takes too long stays as it is."""
         self._closing = True
         self._due.set()
         self._thread.join(timeout_s)
 
-    def _tidy_always(self) -> None:
+    def _compress_always(self) -> None:
         while True:
             self._due.wait(RETRY_SECONDS)
             self._due.clear()
             closing = self._closing
-            try:
-                self._tidy()
-            except OSError as error:
-                _log.warning("cannot tidy %s: %s", self._directory, error)
+            if self._policy.compress:
+                for path in sorted(self._directory.glob("traffic-*.jsonl")):
+                    self._compress(path)
             if closing:
                 return
 
-    def _tidy(self) -> None:
-        if self._policy.compress:
-            for path in sorted(self._directory.glob("traffic-*.jsonl")):
-                self._compress(path)
-        if self._policy.max_bytes is not None:
-            self._make_room(self._policy.max_bytes)
-
     def _compress(self, path: Path) -> None:
-        with _locked(path) as file:
-            if file is None:
-                return
-            try:
-                compress(file, path)
-            except (OSError, MemoryError) as error:
-                _log.warning("cannot compress %s, it stays as it is: %s", path, error)
-            else:
-                self.compressed += 1
+        try:
+            with _locked(path) as file:
+                if file is not None:
+                    compress(file, path)
+                    self.compressed += 1
+        except (OSError, MemoryError) as error:
+            _log.warning("cannot compress %s, it stays as it is: %s", path, error)
 
-    def _make_room(self, max_bytes: int) -> None:
+    def _make_room(self) -> None:
         """Delete the oldest finished files until those that are being written can grow to their
-        end within `max_bytes`."""
+        end within the bound. Raises OSError."""
+        max_bytes = self._policy.max_bytes
+        if max_bytes is None:
+            return
         sizes = {path: _size(path) for path in self._directory.glob("traffic-*")}
         active = sum(path.suffix == ".part" for path in sizes)
         excess = sum(size for path, size in sizes.items() if path.suffix != ".part")

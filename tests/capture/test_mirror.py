@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import logging
 import stat
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,10 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 import capture.mirror
-from capture.mirror import Mirror, MirrorError
-from capture.sampling import is_sampled, key_id, load_key, pseudonym
+from capture.errors import SettingsError
+from capture.mirror import Mirror
+from capture.mirror_metrics import MirrorCollector
+from capture.sampling import MirrorError, is_sampled, key_id, load_key, pseudonym
+from capture.settings import Settings
 from capture.traffic import TrafficRecord
 from capture.traffic_files import numbered_lines, traffic_files
 from capture.traffic_writer import FilePolicy
@@ -105,24 +106,92 @@ def test_headers_are_an_allow_list_and_addresses_pseudonyms(tmp_path: Path) -> N
     assert pseudonym("::ffff:203.0.113.9", KEY) == line["client"]
 
 
+@pytest.mark.parametrize("what", ["redact_record", "truncate_record"])
 def test_failed_redaction_drops_the_content_and_counts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
 ) -> None:
-    real = capture.mirror.redact_record
+    """Of a failed request, too; and the log says where it failed, not about what."""
+    caplog.set_level(logging.DEBUG)
+    real = getattr(capture.mirror, what)
 
-    def failing(raw: dict[str, Any]) -> dict[str, Any]:
+    def failing(raw: dict[str, Any], *limit: int) -> dict[str, Any]:
         if "messages" in raw:
-            raise RuntimeError("no redaction today")
-        return real(raw)
+            raise RuntimeError(f"no redaction of {raw['messages']}")
+        return real(raw, *limit)
+
+    monkeypatch.setattr(capture.mirror, what, failing)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    sampling = {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "stop": [SECRETS[0]]}
+    content = {"messages": personal(1), "prompt_token_ids": [7], "sampling": sampling}
+    mirror.offer(record(1, **content))
+    mirror.offer(record(2, **content, status=400, error_type="invalid_request_error"))
+    mirror.offer(record(3, **content, status=499, error_type="cancelled", output_text=SECRETS[0]))
+    mirror.close()
+    written = lines(tmp_path)
+    assert [line["dropped"] for line in written] == ["redaction failed"] * 3
+    for line in written:
+        assert not {"messages", "prompt_token_ids", "output_text", "output_token_ids"} & set(line)
+    assert mirror.counters.dropped == 3
+    assert caplog.text.count("RuntimeError in ") == 1
+    for secret in SECRETS:
+        assert secret not in caplog.text + json.dumps(written)
+
+
+def test_a_redactor_that_always_raises_costs_the_record_which_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(raw: dict[str, Any]) -> dict[str, Any]:
+        raise RuntimeError(str(raw))
 
     monkeypatch.setattr(capture.mirror, "redact_record", failing)
     mirror = Mirror(tmp_path, share=1.0, key=KEY)
-    mirror.offer(record(1, messages=personal(1), prompt_token_ids=[7]))
+    mirror.offer(record(1, messages=personal(1)))
     mirror.close()
-    (line,) = lines(tmp_path)
-    assert line["dropped"] == "redaction failed"
-    assert not {"messages", "prompt_token_ids", "output_text", "output_token_ids"} & set(line)
-    assert mirror.counters.dropped == 1
+    assert mirror.counters.skipped == {"failed": 1}
+    assert not list(tmp_path.iterdir())
+    assert SECRETS[0] not in caplog.text
+
+
+def test_all_counters_are_metrics(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, max_body_bytes=100)
+    registry = CollectorRegistry()
+    registry.register(MirrorCollector(mirror, "inferloop:mirror", {"engine": "0"}))
+    mirror.offer(record(1, messages=personal(1, size=200)))
+    mirror.skip("unreadable")
+    mirror.close()
+    mirror.offer(record(2))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"inferloop:mirror_{name}", {"engine": "0"} | labels)
+
+    assert value("records_offered_total") == 3
+    assert value("records_written_total") == value("records_truncated_total") == 1
+    assert value("records_skipped_total", reason="unreadable") == 1
+    assert value("records_skipped_total", reason="closed") == 1
+    assert value("redactions_total", kind="email") == 1
+    assert value("written_bytes_total") == mirror.counters.bytes > 0
+    assert value("records_dropped_total") == value("files_deleted_total") == 0
+    assert value("records_queued") == 0
+
+
+def test_the_settings_reach_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, setting in {
+        "HOME": str(tmp_path), "MIRROR_BODY_KIB": "1", "MIRROR_ROTATE_MIB": "0.002",
+        "MIRROR_COMPRESS": "false", "MIRROR_FSYNC": "always", "MIRROR_MAX_GIB": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"INFERLOOP_{name}", setting)
+    mirror = Mirror.from_settings(Settings(), 1.0)
+    for number in range(5):
+        mirror.offer(record(number, messages=personal(number, size=4000)))
+    mirror.close()
+    assert len(list((tmp_path / "traffic").glob("*.jsonl"))) > 1
+    assert mirror.counters.truncated == 5
+    monkeypatch.setenv("INFERLOOP_MIRROR_FSYNC", "never")
+    with pytest.raises(SettingsError, match="INFERLOOP_MIRROR_FSYNC"):
+        Settings()
 
 
 def test_odd_records_are_counted_and_never_raise(tmp_path: Path) -> None:
@@ -170,25 +239,6 @@ def test_a_full_queue_skips_and_offering_stays_fast(
     counters = mirror.counters
     assert counters.skipped["queue_full"] >= 189
     assert counters.written + sum(counters.skipped.values()) == 200 == counters.offered
-
-
-def test_a_full_disk_loses_lines_not_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_write, calls = os.write, iter(range(100))
-
-    def flaky(descriptor: int, data: bytes) -> int:
-        if data.startswith(b'{"schema') and next(calls) % 2:
-            return real_write(descriptor, data[: len(data) // 2])
-        return real_write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", flaky)
-    mirror = Mirror(tmp_path, share=1.0, key=KEY)
-    for number in range(10):
-        mirror.offer(record(number))
-    mirror.close()
-    assert mirror.counters.skipped == {"write_failed": 5}
-    assert len(lines(tmp_path)) == 5
 
 
 def test_files_rotate_by_size_and_are_private(tmp_path: Path) -> None:
@@ -253,44 +303,6 @@ def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert load_key(home, None) == first
     assert stat.S_IMODE((home / "mirror.key").stat().st_mode) == 0o600
     assert load_key(home, "given") == b"given"
-
-
-@pytest.mark.kill
-def test_a_kill_loses_no_complete_line(tmp_path: Path) -> None:
-    program = """
-import sys
-from pathlib import Path
-from capture.mirror import Mirror
-from tests.capture.test_mirror import KEY, record
-mirror = Mirror(Path(sys.argv[1]), share=1.0, key=KEY)
-for number in range(10**6):
-    mirror.offer(record(number))
-    while mirror.counters.queued > 100:
-        pass
-    print(mirror.counters.written, flush=True)
-"""
-    for _ in range(3):
-        command = [sys.executable, "-c", program, str(tmp_path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        written = 0
-        while written < 200:
-            written = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read().split()
-        process.wait()
-        written = int(rest[-1]) if rest else written
-        (part,) = tmp_path.glob("*.part")
-        *complete, last = part.read_bytes().split(b"\n")
-        assert len(complete) >= written
-        assert [int(json.loads(line)["request_id"], 16) for line in complete] == list(
-            range(len(complete))
-        )
-        assert len(last) < 2000
-        Mirror(tmp_path, share=1.0, key=KEY).close()  # the next start finishes the dead one's file
-        assert not list(tmp_path.glob("*.part"))
-        for path in tmp_path.iterdir():
-            path.unlink()
 
 
 def test_a_living_writers_file_is_left_alone(tmp_path: Path) -> None:
