@@ -111,6 +111,10 @@ def nothing_ran(stage: Stage) -> None:
     stage.step((MATE, SUBJECT), between_us=LOST_MS * US)
 
 
+def two_causes(stage: Stage) -> None:
+    stage.step((MATE, SUBJECT), schedule_us=50 + 14 * US, forward_us=2700 + 8 * US)
+
+
 def steps_lost(stage: Stage) -> None:
     stage.run((MATE,), 9, written=False)
     stage.step((MATE, SUBJECT))
@@ -294,6 +298,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     **{f"first: {name}": play for name, (play, *_) in FIRSTS.items()},
     "steady": decode_with(lambda _: None),
     "jitter": play_jitter,
+    "two causes": decode_with(two_causes),
     "lost": decode_with(steps_lost),
     "proxy": decode_with(slow_forward),
     "sending": play_slow_client,

@@ -81,8 +81,9 @@ def test_a_report_has_header_timeline_causes_and_verdict(
 def test_lost_time_is_summed_by_cause_and_never_more_than_was_lost(
     lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
 ) -> None:
-    for name in GAPS:
-        explanation = of(lake, stages[f"gap: {name}"])
+    identities = [stages[f"gap: {name}"].players[SUBJECT].request_id for name in GAPS]
+    subjects = [found for identity in identities for found in find(lake, str(identity))]
+    for name, explanation in zip(GAPS, explain(lake, subjects), strict=True):
         lost = explanation.lost_ms()
         assert sum(lost.values()) == pytest.approx(sum(s.lost_ms for s in explanation.slow))
         assert next(iter(lost)) == GAPS[name][1], name
