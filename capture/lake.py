@@ -109,9 +109,6 @@ def open_connection(
     return connection
 
 
-open_lake = open_connection
-
-
 def new_cursor(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
     """A cursor for another thread; a plain `connection.cursor()` forgets the schema in use."""
     cursor = connection.cursor()
