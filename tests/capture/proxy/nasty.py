@@ -157,4 +157,5 @@ class Nasty:
 
 async def answer_hello(talk: Conversation) -> None:
     await talk.body()
-    await talk.send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+    body = b'{"data": [{"id": "tiny"}]}' if talk.path == "/v1/models" else b"hello"
+    await talk.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -20,7 +20,14 @@ import pytest
 
 from capture.collector import Collector
 from capture.lake import LakePlace, open_connection
-from tests.capture.proxy.nasty import DONE, Conversation, Nasty, chat_event, usage_event
+from tests.capture.proxy.nasty import (
+    DONE,
+    Conversation,
+    Nasty,
+    answer_hello,
+    chat_event,
+    usage_event,
+)
 from tests.capture.proxy.processes import ProxyProcess, raw, wait_for
 
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -83,8 +90,7 @@ def slow_upstream(gate: threading.Event) -> object:
 
     async def script(talk: Conversation) -> None:
         if talk.path == "/v1/models":
-            body = b'{"data": [{"id": "tiny"}]}'
-            await talk.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await answer_hello(talk)
             return
         await talk.body()
         await talk.start_stream()
