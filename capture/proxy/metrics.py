@@ -6,7 +6,7 @@ people come from the trace, not from these buckets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from capture.proxy.answer import Answer
     from capture.proxy.observation import Timeline
     from capture.proxy.outcome import Verdict
+    from capture.proxy.trace import ProxyTrace
 
 OVERHEAD_BUCKETS = (
     0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.05,
@@ -144,10 +145,13 @@ class ProxyMetrics:
     def skipped(self, reason: str) -> None:
         self._skipped.labels(reason).inc()
 
-    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when somebody asks."""
-        gauge = Gauge(f"inferloop:proxy_{name}", text, registry=self.registry)
-        gauge.set_function(read)
+    def watch_trace(self, trace: ProxyTrace) -> None:
+        """Show whether tracing goes on."""
+        failed = Gauge(
+            "inferloop:proxy_trace_failed", "1: the trace was given up, the log says why.",
+            registry=self.registry,
+        )  # fmt: skip
+        failed.set_function(lambda: float(trace.failure not in (None, trace.OFF)))
 
     def watch_mirror(self, mirror: Counting) -> None:
         """Show the mirror's counters."""

@@ -48,6 +48,7 @@ class Recorder:
     ) -> None:
         self.metrics = metrics
         self.trace = ProxyTrace(writer)
+        metrics.watch_trace(self.trace)
         self.offwire = OffWire(self._after_turn)
         self.budget = Budget(COPIES_BYTES)
         self.body_bytes = body_bytes

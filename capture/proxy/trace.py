@@ -24,10 +24,13 @@ UNKNOWN_TIMES = dict.fromkeys(
 
 
 class ProxyTrace:
-    """The proxy's frames. `failure` says why it has stopped, None while it works."""
+    """The proxy's frames. `failure` says why it has stopped, None while it works, `OFF` without a
+    writer."""
+
+    OFF = "off"
 
     def __init__(self, writer: TraceWriter | None) -> None:
-        self.failure: str | None = None if writer is not None else "off"
+        self.failure: str | None = None if writer is not None else self.OFF
         self._writer = writer
         self._slots = 0
         self._steps = 0

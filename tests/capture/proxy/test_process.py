@@ -299,6 +299,8 @@ def test_trace_that_fails_later_does_not_stop_the_forwarding(
     proxy = ProxyProcess(slow_upstream.url, tmp_path)
     health = proxy.url + "/inferloop/health"
     wait_for(lambda: "FrameTooLarge" in httpx.get(health, trust_env=False).json()["trace"])
+    metrics = httpx.get(proxy.url + "/inferloop/metrics", trust_env=False).text
+    assert "inferloop:proxy_trace_failed 1.0" in metrics
     got: list[bytes] = []
     stream(proxy, got).join(10)
     assert b"".join(got).endswith(DONE)
