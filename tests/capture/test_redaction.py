@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import string
 import time
+from collections.abc import Iterator
 
+import phonenumbers
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -242,3 +245,43 @@ def test_checksums() -> None:
     assert not is_card_number("5555555555554445")
     assert is_iban("FR1420041010050500013M02606")
     assert not is_iban("FR1420041010050500013M02607")
+
+
+def found_share(kind: int, style: int) -> float:
+    """Share of the world's regions whose example number, written in that style, is found."""
+    samples = [
+        phonenumbers.example_number_for_type(r, kind) for r in phonenumbers.SUPPORTED_REGIONS
+    ]
+    texts = [phonenumbers.format_number(number, style) for number in samples if number is not None]
+    return sum("<phone>" in Redactor().text(f"call {text} now") for text in texts) / len(texts)
+
+
+def test_recall_is_what_the_documentation_says() -> None:
+    """docs/traffic.md states it: telephone numbers of all regions, cards of all schemes."""
+    style = phonenumbers.PhoneNumberFormat
+    for kind in (phonenumbers.PhoneNumberType.MOBILE, phonenumbers.PhoneNumberType.FIXED_LINE):
+        assert found_share(kind, style.E164) > 0.98
+        assert found_share(kind, style.INTERNATIONAL) > 0.98
+        assert found_share(kind, style.NATIONAL) > 0.35
+    draw = random.Random(1)
+    for prefix, length in (
+        ("4", 16),
+        ("53", 16),
+        ("37", 15),
+        ("6011", 16),
+        ("35", 16),
+        ("2221", 16),
+    ):
+        for separator in ("", " ", "-", "\n"):
+            number = next(filter(is_card_number, card_numbers(draw, prefix, length)))
+            groups = [number[:4], number[4:10], number[10:]] if length == 15 else (
+                [number[i : i + 4] for i in range(0, length, 4)]
+            )  # fmt: skip
+            assert (
+                Redactor().text(f"card {separator.join(groups)}, thanks") == "card <card>, thanks"
+            )
+
+
+def card_numbers(draw: random.Random, prefix: str, length: int) -> Iterator[str]:
+    while True:
+        yield prefix + "".join(draw.choices(string.digits, k=length - len(prefix)))
