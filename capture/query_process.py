@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 65536
 START_CPU_S = 10
-UNCOUNTED_MIB = 768  # this process itself, and what DuckDB's own memory limit does not count
+UNCOUNTED_MIB = 512  # what DuckDB's own memory limit does not count
 POSTGRES_PORT = 5432
 
 

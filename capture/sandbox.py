@@ -29,8 +29,10 @@ _FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights the kerne
 FILE_BYTES = 1 << 20
 SYSTEM_PATHS = (
     *("/usr", "/lib", "/lib64", "/etc", "/sys", "/dev/null", "/dev/urandom"),
-    # Not all of /proc: it shows this process's environment. DuckDB dies without its cgroup.
-    *("/proc/cpuinfo", "/proc/meminfo", "/proc/self/cgroup"),
+    # Not all of /proc: it shows this process's environment. Without its cgroup DuckDB dies, and
+    # an allocator that cannot see the overcommit setting maps memory past RLIMIT_DATA.
+    *("/proc/cpuinfo", "/proc/meminfo", "/proc/self/cgroup", "/proc/self/status"),
+    "/proc/sys/vm/overcommit_memory",
 )
 
 
@@ -70,9 +72,10 @@ def confine(readable: Iterable[Path], written: Iterable[Path], tcp_port: int | N
 
 
 def limit_files_and_memory(memory_bytes: int) -> None:
-    """No file of any size can be written any more; memory is had up to `memory_bytes` in all."""
+    """No file of any size can be written any more; `memory_bytes` more than now can be had."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    data = _data_bytes() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (data, data))
 
 
 def limit_cpu(seconds: int) -> None:
@@ -102,6 +105,14 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
         _syscall(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0)
     finally:
         os.close(handle)
+
+
+def _data_bytes() -> int:
+    """Private writable memory of this process, reserved or used, as RLIMIT_DATA counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def _syscall(number: int, *arguments: object) -> int:
