@@ -114,11 +114,10 @@ def _print_violations(checked: CheckedFiles) -> None:
         typer.echo(str(violation))
     if len(checked.violations) > SHOWN:
         typer.echo(f"... {len(checked.violations) - SHOWN:,} more violations; --json shows 1,000")
+    lines = "1 line" if checked.lines == 1 else f"{checked.lines:,} lines"
     files = "1 file" if len(checked.files) == 1 else f"{len(checked.files)} files"
     unfinished = f", {checked.unfinished} still being written" if checked.unfinished else ""
-    typer.echo(
-        f"{checked.lines:,} lines in {files}: {checked.broken_lines:,} break the schema{unfinished}"
-    )
+    typer.echo(f"{lines} in {files}: {checked.broken_lines:,} break the schema{unfinished}")
 
 
 def _print_comparisons(comparisons: list[Comparison], new: Profile, baseline: Profile) -> None:

@@ -168,7 +168,12 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:
     where = "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path
     )
-    yield where.removeprefix("."), _reason(error)
+    yield _printable(where.removeprefix(".")), _printable(_reason(error))
+
+
+def _printable(text: str) -> str:
+    """`text` without what would steer a terminal."""
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
 def _reason(error: ValidationError) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from capture.contract.schema import TAGS
+from capture.traffic_files import TrafficFileError
 
 Schema = dict[str, Any]
 Breaks = Literal["files", "readers", "meaning"]
@@ -29,18 +30,26 @@ class Change(NamedTuple):
 
 
 def compare(old: Schema, new: Schema) -> list[Change]:
-    """All differences from `old` to `new` that a reader or a writer could notice."""
-    return list(_node("", _flat(old, old), _flat(new, new), old, new))
+    """All differences from `old` to `new` that a reader or a writer could notice. Raises
+    TrafficFileError for a schema that refers to what it has not, or to itself."""
+    try:
+        return list(_node("", _flat(old, old), _flat(new, new), old, new))
+    except RecursionError as error:
+        raise TrafficFileError("the schema refers to itself: compare it by hand") from error
 
 
-def _flat(schema: Schema, root: Schema) -> Schema:
+def _flat(schema: Schema | bool, root: Schema) -> Schema:
     """The schema with references followed and `X or null` folded into X; `types` names its types.
 
     Alternatives of several kinds stay: their types are compared, their insides are not.
     """
+    if isinstance(schema, bool):  # anything, or nothing
+        return {"types": {"anything"}} if schema else {"types": set()}
     if "$ref" in schema:
         beside = {key: value for key, value in schema.items() if key != "$ref"}
-        definition = root["$defs"][schema["$ref"].rpartition("/")[2]]
+        definition = root.get("$defs", {}).get(schema["$ref"].removeprefix("#/$defs/"))
+        if definition is None:
+            raise TrafficFileError(f"the schema has no {schema['$ref']}, to which it refers")
         return {**_flat(definition, root), **beside}
     alternatives = [_flat(part, root) for part in schema.get("anyOf", ())]
     if not alternatives:

@@ -37,6 +37,9 @@ def published_schema() -> dict[str, Any]:
 
 def read_schema(path: Path) -> dict[str, Any]:
     """A JSON Schema from a file. Raises TrafficFileError when it is none."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
     try:
         schema = json.loads(path.read_bytes())
     except OSError as error:
@@ -48,4 +51,11 @@ def read_schema(path: Path) -> dict[str, Any]:
             f"{path} is no schema of traffic (a JSON object with `properties`): "
             "`inferloop traffic schema` prints one"
         )
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        where = "/".join(map(str, error.absolute_path))
+        raise TrafficFileError(
+            f"{path} is no JSON Schema: {where}: {error.message:.200}"
+        ) from error
     return schema

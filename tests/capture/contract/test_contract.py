@@ -19,7 +19,7 @@ from capture.contract import check
 from capture.contract.check import check_files
 from capture.contract.compatibility import compare
 from capture.contract.drift import Profile, compare_profiles, holm
-from capture.contract.schema import published_schema, traffic_schema
+from capture.contract.schema import published_schema, read_schema, traffic_schema
 from capture.traffic import TrafficRecord
 from capture.traffic_files import TrafficFileError, numbered_lines, traffic_files
 from cli.main import app, load_commands
@@ -91,6 +91,35 @@ def test_a_change_is_named_with_whom_it_breaks(
     assert found
     assert found[0].breaks == breaks
     assert compare(old, old) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "no schema of traffic"),
+        ("{", "no JSON"),
+        ('{"properties": []}', "no JSON Schema: properties"),
+        ('{"properties": {"a": {"$ref": "#/$defs/none"}}}', "has no #/"),
+        (
+            '{"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"$ref": "#/$defs/b"}}}',
+            "refers to itself",
+        ),
+    ],
+)
+def test_a_file_that_is_no_schema_is_refused_with_what_is_wrong(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(content)
+    with pytest.raises(TrafficFileError, match=message):
+        compare(read_schema(path), {"properties": {"a": True}})
+
+
+def test_a_violation_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(broken(1, redactions={"\x1b[31m": "\x9b\u202e"}))
+    (violation,) = check_files(path).violations
+    assert str(violation).isprintable()
 
 
 def test_every_violation_is_named_by_line_and_field(tmp_path: Path) -> None:
