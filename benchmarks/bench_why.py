@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import report
 from capture.lake import LakePlace, open_connection
 from capture.upkeep import merge
-from capture.why_lookup import Ranking, find, slowest
-from capture.why_report import explain
+from capture.why.lookup import Ranking, find, slowest
+from capture.why.report import explain
 
 if TYPE_CHECKING:
     import duckdb

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import report
-from capture.gpu_monitor import FRAME_FIGURES, GpuMonitor, GpuSample, GpuView
-from capture.nvml import Calls, Nvml, UnavailableError
+from capture.gpu.monitor import FRAME_FIGURES, GpuMonitor, GpuSample, GpuView
+from capture.gpu.nvml import Calls, Nvml, UnavailableError
 
 FIGURES = ("utilization_pct", "sm_pct", "occupancy_pct", "tensor_pct", "memory_bandwidth_pct",
            "power_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz")  # fmt: skip

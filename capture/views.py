@@ -11,7 +11,7 @@ import hashlib
 
 from capture.overview import LATENCY_OVERVIEW
 from capture.schema import TABLES, Column, View
-from capture.why import WHY
+from capture.why.macro import WHY
 
 REQUEST_LATENCY = View(
     "request_latency",

@@ -258,9 +258,9 @@ def _telemetry(
     settings: Settings, writer: TraceWriter | None, metrics: EngineMetrics, cleanup: ExitStack
 ) -> None:
     """Watch the devices and the process's memory, for the trace and for /metrics."""
-    from capture.gpu_metrics import TelemetryCollector
-    from capture.gpu_monitor import GpuMonitor
-    from capture.gpu_telemetry import Telemetry
+    from capture.gpu.metrics import TelemetryCollector
+    from capture.gpu.monitor import GpuMonitor
+    from capture.gpu.telemetry import Telemetry
     from engine.memory import MemoryProbe
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

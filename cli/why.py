@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capture.why_lookup import Ranking
+from capture.why.lookup import Ranking
 from cli.main import app
 
 if TYPE_CHECKING:
     import duckdb
 
     from capture.settings import Settings
-    from capture.why_lookup import Subject
+    from capture.why.lookup import Subject
 
 
 @app.command()
@@ -49,7 +49,7 @@ def why(
         raise typer.BadParameter("--by and --since choose among --slowest N")
     from capture.lake import open_connection
     from capture.settings import Settings
-    from capture.why_report import explain
+    from capture.why.report import explain
 
     settings = Settings()
     with open_connection(settings) as lake:
@@ -59,15 +59,15 @@ def why(
             subjects = _slowest(lake, slowest or 1, by, since)
         explanations = explain(lake, subjects)
     if as_json:
-        from capture import why_report
+        from capture.why.report import as_json as explanation_json
 
         for explanation in explanations:
-            typer.echo(json.dumps(why_report.as_json(explanation), ensure_ascii=False))
+            typer.echo(json.dumps(explanation_json(explanation), ensure_ascii=False))
         return
     from rich.console import Console
     from rich.rule import Rule
 
-    from capture.why_report import render
+    from capture.why.report import render
 
     console = Console(highlight=False)
     for number, explanation in enumerate(explanations):
@@ -78,7 +78,7 @@ def why(
 
 def _asked(lake: duckdb.DuckDBPyConnection, text: str, settings: Settings) -> list[Subject]:
     """The request; several only when a client sent them under one id."""
-    from capture.why_lookup import ambiguous, find, unknown
+    from capture.why.lookup import ambiguous, find, unknown
 
     subjects = find(lake, text)
     if not subjects:
@@ -93,7 +93,7 @@ def _slowest(
 ) -> list[Subject]:
     from datetime import UTC, datetime
 
-    from capture.why_lookup import WhyError, parse_since, slowest
+    from capture.why.lookup import WhyError, parse_since, slowest
 
     now = datetime.now(UTC).replace(tzinfo=None)
     start = None if since is None else parse_since(since, now)

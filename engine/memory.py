@@ -1,7 +1,7 @@
 """An engine's memory as its allocator sees it: what PyTorch holds, uses and has in pieces.
 
 Reads and nothing else; when, and where it is written to, is for the one who asks. Not for the
-device as a whole, which other processes share: that is `capture.nvml`.
+device as a whole, which other processes share: that is `capture.gpu.nvml`.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from capture.collector_metrics import CollectorMetrics
-from capture.gpu_metrics import TelemetryCollector
-from capture.gpu_monitor import GpuMonitor
-from capture.gpu_telemetry import Telemetry
+from capture.gpu.metrics import TelemetryCollector
+from capture.gpu.monitor import GpuMonitor
+from capture.gpu.telemetry import Telemetry
 from capture.proxy import metrics as proxy
 from engine import metrics as engine
 from engine.admission import QueueFull
-from tests.capture.nvml_world import NvmlWorld
+from tests.capture.gpu.nvml_world import NvmlWorld
 from tests.engine.live_server import live_server
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +142,7 @@ def test_objectives_lie_on_bucket_bounds() -> None:
 
 
 def test_label_values_in_rules_are_those_the_code_sets() -> None:
-    from capture.nvml import THROTTLE_REASONS
+    from capture.gpu.nvml import THROTTLE_REASONS
 
     text = RULES.read_text()
     assert QueueFull.code == "queue_full"

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from capture.why import why_query
+from capture.why.macro import why_query
 from tests.capture.stage import Stage
 from tests.capture.why.plays import BEFORE, FIRSTS, GAPS, SUBJECT
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from capture.frames import TraceWriter
 from capture.lake import open_connection
 from capture.ring import RingWriter
-from capture.why import CAUSES
-from capture.why_lookup import (
+from capture.why.lookup import (
     Ranking,
     Subject,
     WhyError,
@@ -27,7 +26,8 @@ from capture.why_lookup import (
     slowest,
     unknown,
 )
-from capture.why_report import BLOCKS, Explanation, duration, explain, plain, render
+from capture.why.macro import CAUSES
+from capture.why.report import BLOCKS, Explanation, duration, explain, plain, render
 from cli.main import app, load_commands
 from tests.capture.lakes import commit_rings
 from tests.capture.rings import new_ring, write_request, write_step

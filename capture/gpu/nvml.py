@@ -1,7 +1,7 @@
 """NVIDIA devices through NVML: every figure, or the reason why it is not available; never a 0.
 
 Calls may hang for half a minute and the library may take its process down, so this runs in a
-process of its own (`capture.gpu_process`). Not for deciding when to read, nor for what is written.
+process of its own (`capture.gpu.process`). Not for deciding when to read, nor for what is written.
 """
 
 from __future__ import annotations

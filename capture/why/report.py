@@ -1,7 +1,7 @@
 """The report behind `inferloop why`: a request, its gaps, what was slow and why, on one screen.
 
 `explain` reads it from the lake, `render` draws it for a terminal, `as_json` gives it to programs.
-Not for finding the requests: that is `capture.why_lookup`.
+Not for finding the requests: that is `capture.why.lookup`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from capture.why import why_query
-from capture.why_lookup import Subject
+from capture.why.lookup import Subject
+from capture.why.macro import why_query
 
 if TYPE_CHECKING:
     import duckdb

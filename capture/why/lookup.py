@@ -1,7 +1,7 @@
 """Finding the requests to explain: by an id in any form a client saw, or the slowest ones.
 
 A request that is not in the lake is an error that says what to do about it. Not for explaining:
-that is `capture.why_report`.
+that is `capture.why.report`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.errors import CaptureError, RingError
-from capture.why_pieces import MIN_PREFIX, request_key
+from capture.why.pieces import MIN_PREFIX, request_key
 
 if TYPE_CHECKING:
     import duckdb

@@ -2,7 +2,7 @@
 
 Each piece is one named CTE of the query, in the order in which they build on each other. Times in
 the pieces are whole microseconds since 1970 (`*_at_us`) or durations (`*_us`). Not for the verdict:
-that is `capture.why_causes`.
+that is `capture.why.causes`.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from capture.gpu_monitor import GpuSample, GpuView
-from capture.gpu_telemetry import MemorySample, Telemetry
-from capture.nvml import THROTTLE_REASONS
+from capture.gpu.monitor import GpuSample, GpuView
+from capture.gpu.nvml import THROTTLE_REASONS
+from capture.gpu.telemetry import MemorySample, Telemetry
 
 _GPU = (
     ("busy_ratio", "utilization_pct", 0.01, "Share of time in which any kernel ran."),

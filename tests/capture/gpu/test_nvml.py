@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from capture import nvml as product
-from capture.nvml import Calls, Device, EnergyMeter, MissingError, Nvml, UnavailableError, attach
-from tests.capture.nvml_world import NvmlWorld
+from capture.gpu import nvml as product
+from capture.gpu.nvml import (
+    Calls,
+    Device,
+    EnergyMeter,
+    MissingError,
+    Nvml,
+    UnavailableError,
+    attach,
+)
+from tests.capture.gpu.nvml_world import NvmlWorld
 
 GPM = ("sm_pct", "occupancy_pct", "tensor_pct", "memory_bandwidth_pct")
 

@@ -23,7 +23,7 @@ class NvmlWorld:
         self.state: dict[str, Any] = {"devices": [{"uuid": "GPU-aaaa"}], "errors": {}, "sleeps": {}}
         self.save()
         monkeypatch.setenv("NVML_STAND_IN", str(self._file))
-        paths = [str(STAND_IN), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(STAND_IN), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         self.module = _load()

@@ -1,8 +1,8 @@
 """Writes what devices and memory do into the trace, once a second, from a thread of its own.
 
 GPU and MEMORY frames, and EVENTs where something changes: a device is attached, is not available,
-slows its clocks down. Not for reading devices (`capture.gpu_monitor`) or Prometheus
-(`capture.gpu_metrics`).
+slows its clocks down. Not for reading devices (`capture.gpu.monitor`) or Prometheus
+(`capture.gpu.metrics`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from capture.gpu_monitor import FRAME_FIGURES, GpuMonitor, GpuSample, GpuView
+from capture.gpu.monitor import FRAME_FIGURES, GpuMonitor, GpuSample, GpuView
 
 if TYPE_CHECKING:
     from capture.frames import TraceWriter

@@ -1,7 +1,7 @@
 """Follows the process that talks to NVML and keeps the last good figures of each device.
 
 Nothing here waits for NVML: readers take a view, which says how old its figures are. Not for
-writing them anywhere: that is `capture.gpu_telemetry`.
+writing them anywhere: that is `capture.gpu.telemetry`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GpuMonitor:
     """Owns the process. `devices` is a list as CUDA_VISIBLE_DEVICES has; None: all of them."""
 
     def __init__(self, devices: str | None, *, period_s: float = 1.0) -> None:
-        self._command = [sys.executable, "-m", "capture.gpu_process", str(period_s)]
+        self._command = [sys.executable, "-m", "capture.gpu.process", str(period_s)]
         self._command += [] if devices is None else [devices]
         self._period_s = period_s
         self._lock = threading.Lock()

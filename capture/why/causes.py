@@ -1,12 +1,12 @@
 """What each cause took of a slow gap or first token, as the `why` macro judges it.
 
 Every cause gets the part of the time that it explains, in microseconds, and no part is given twice.
-Not for finding the steps (`capture.why_pieces`) or for the verdict (`capture.why_evidence`).
+Not for finding the steps (`capture.why.pieces`) or for the verdict (`capture.why.evidence`).
 """
 
 from __future__ import annotations
 
-from capture.why_pieces import Piece
+from capture.why.pieces import Piece
 
 SHARE = 0.25
 """A cause must explain this share of the lost time to be named, as verdict or beside it."""

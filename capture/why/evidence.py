@@ -1,15 +1,15 @@
 """Who was involved in a slow gap, the words for each cause, and the verdict of the `why` macro.
 
 The cause that explains most is the verdict if it explains a quarter of the time lost; others that
-do are named beside it. What each took is worked out in `capture.why_causes`.
+do are named beside it. What each took is worked out in `capture.why.causes`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from capture.why_causes import ENOUGH, SHARE
-from capture.why_pieces import Piece, effective
+from capture.why.causes import ENOUGH, SHARE
+from capture.why.pieces import Piece, effective
 
 SHOWN = 3
 """Requests named in the evidence."""

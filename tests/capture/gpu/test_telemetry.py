@@ -15,15 +15,15 @@ from uuid import uuid4
 
 import pytest
 
-from capture import gpu_monitor
 from capture.decode import EventFrame, GpuFrame, MemoryFrame, decode
 from capture.frames import TraceWriter
-from capture.gpu_metrics import TelemetryCollector
-from capture.gpu_monitor import GpuMonitor, GpuSample
-from capture.gpu_telemetry import CALM_S, Telemetry, ThrottleWatch
+from capture.gpu import monitor
+from capture.gpu.metrics import TelemetryCollector
+from capture.gpu.monitor import GpuMonitor, GpuSample
+from capture.gpu.telemetry import CALM_S, Telemetry, ThrottleWatch
 from capture.reader import RingReader
 from capture.ring import RingWriter
-from tests.capture.nvml_world import NvmlWorld
+from tests.capture.gpu.nvml_world import NvmlWorld
 
 PERIOD_S = 0.05
 
@@ -102,7 +102,7 @@ def test_figures_reach_the_ring_once_a_period(
 def test_a_call_that_hangs_ages_the_figures_and_delays_nobody(
     traced: Callable[..., Traced], world: NvmlWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_monitor, "SLOW_CALL_S", 0.3)
+    monkeypatch.setattr(monitor, "SLOW_CALL_S", 0.3)
     world.device(utilization=37)
     trace = traced()
     trace.wait(lambda: trace.of(GpuFrame))
@@ -122,8 +122,8 @@ def test_a_call_that_hangs_ages_the_figures_and_delays_nobody(
 def test_a_process_that_hangs_for_long_is_killed_and_started_anew(
     traced: Callable[..., Traced], world: NvmlWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_monitor, "HANG_S", 0.5)
-    monkeypatch.setattr(gpu_monitor, "RESTART_S", (0.1,))
+    monkeypatch.setattr(monitor, "HANG_S", 0.5)
+    monkeypatch.setattr(monitor, "RESTART_S", (0.1,))
     world.hang("nvmlInit", 600.0)
     trace = traced()
     trace.wait(lambda: "nvmlInit has not answered" in trace.telemetry.gpus.unavailable)
@@ -137,7 +137,7 @@ def test_a_process_that_hangs_for_long_is_killed_and_started_anew(
 def test_a_killed_process_is_replaced(
     traced: Callable[..., Traced], world: NvmlWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_monitor, "RESTART_S", (0.1,))
+    monkeypatch.setattr(monitor, "RESTART_S", (0.1,))
     trace = traced()
     trace.wait(lambda: trace.of(GpuFrame))
     pid = trace.monitor.pid
@@ -151,7 +151,7 @@ def test_a_killed_process_is_replaced(
 def test_a_process_that_is_stopped_ages_the_figures_and_can_be_closed(
     traced: Callable[..., Traced], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_monitor, "SLOW_CALL_S", 0.3)
+    monkeypatch.setattr(monitor, "SLOW_CALL_S", 0.3)
     trace = traced()
     trace.wait(lambda: trace.of(GpuFrame))
     assert trace.monitor.pid is not None
@@ -197,7 +197,7 @@ def test_without_devices_one_frame_and_one_event_say_why(
     (frame,) = trace.of(GpuFrame)
     assert frame.index == 0
     assert text in frame.unavailable
-    assert all(math.isnan(getattr(frame, name)) for name in (*gpu_monitor.FRAME_FIGURES, "age_ms"))
+    assert all(math.isnan(getattr(frame, name)) for name in (*monitor.FRAME_FIGURES, "age_ms"))
     ((kind, detail),) = trace.events()
     assert kind == "gpu_unavailable"
     assert text in detail
@@ -207,7 +207,7 @@ def test_this_machine_is_told_what_it_has(tmp_path: Path) -> None:
     """The real nvidia-ml-py in the real process: without a library there is one reason, at once."""
     began = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "capture.gpu_process", "0.1"],
+        [sys.executable, "-m", "capture.gpu.process", "0.1"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert result.stderr == ""
@@ -219,7 +219,7 @@ def test_this_machine_is_told_what_it_has(tmp_path: Path) -> None:
 def test_the_process_ends_with_its_parent(world: NvmlWorld) -> None:
     world.hang("nvmlInit", 600.0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "capture.gpu_process", "0.05"],
+        [sys.executable, "-m", "capture.gpu.process", "0.05"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     with process:

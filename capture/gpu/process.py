@@ -1,7 +1,7 @@
 """The process that talks to NVML: one line of JSON a period on its output, whatever NVML does.
 
 One thread makes the calls, one after the other; the main thread reports what is known, so that a
-call that hangs ages the figures and delays nobody. Started and read by `capture.gpu_monitor`.
+call that hangs ages the figures and delays nobody. Started and read by `capture.gpu.monitor`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from capture.nvml import Calls, Device, MissingError, Nvml, Reading, UnavailableError, attach
+from capture.gpu.nvml import Calls, Device, MissingError, Nvml, Reading, UnavailableError, attach
 
 LOST_ROUNDS = 10
 """After so many rounds in which no device gave any figure the process ends, to be started anew."""

@@ -1,16 +1,16 @@
 """Why a request was slow: the table macro `why(request_id)` and the query it is made of.
 
-The query is a chain of named pieces: what happened (`capture.why_pieces`), what each cause took
-(`capture.why_causes`), who was involved and the verdict (`capture.why_evidence`). The report for
-people is `capture.why_report`.
+The query is a chain of named pieces: what happened (`capture.why.pieces`), what each cause took
+(`capture.why.causes`), who was involved and the verdict (`capture.why.evidence`). The report for
+people is `capture.why.report`.
 """
 
 from __future__ import annotations
 
 from capture.schema import Column, View
-from capture.why_causes import COSTS
-from capture.why_evidence import CLAIMED, EVIDENCE
-from capture.why_pieces import MIN_PREFIX, PIECES, Piece, request_key, wanted
+from capture.why.causes import COSTS
+from capture.why.evidence import CLAIMED, EVIDENCE
+from capture.why.pieces import MIN_PREFIX, PIECES, Piece, request_key, wanted
 
 _ASKED = Piece("asked", f"SELECT {request_key('wanted_request_id')} AS key")
 

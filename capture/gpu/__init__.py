@@ -1,0 +1,1 @@
+"""GPU telemetry: NVML read in a process of its own, frames and metrics made of what it says."""
