@@ -24,7 +24,6 @@ from capture.lake import LakePlace, require_catalog
 if TYPE_CHECKING:
     import pyarrow as pa
 
-GRACE_S = 0.5
 START_S = 60.0
 
 
