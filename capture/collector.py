@@ -7,6 +7,7 @@ goes on where the lake says. Not for decoding (`capture.ingest`), waiting for th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -140,9 +141,10 @@ class Collector:
         of engines that are gone as much as `backlog_s` seconds allow."""
         ends_s = time.monotonic() + backlog_s
         self._discover()
+        behind = {}
         for follower in self._roster.living:
-            follower.look_for_writer(now=True)
-        behind = {follower: follower.reader.written[0] for follower in self._roster.living}
+            with contextlib.suppress(RingError):  # one that was cut is given up when it is served
+                behind[follower] = follower.frames_now()
         while behind or (self._roster.stale_left and time.monotonic() < ends_s):
             for follower in self._roster.living:  # all: a long backlog must not starve them now
                 more = self._serve(follower)
@@ -171,7 +173,8 @@ class Collector:
         """A ring's follower, from where the lake stands; None: all of it is in the lake."""
         stored = self._lake.patiently(partial(self._lake.stored_cursor, reader))
         if stored is not None and stored[1]:
-            self._finisher.retire(reader)  # a collector was killed between commit and removal
+            # A collector was killed between commit and removal.
+            self._finisher.retire(reader, closed=reader.closed_by_writer)
             return None
         if stored is not None:
             reader.cursor = stored[0]
@@ -222,7 +225,7 @@ class Collector:
     def _finish(self, drained: list[Follower]) -> None:
         """Drained rings whose engines are gone: report, commit their end, take the rings away."""
         self._finished_s = time.monotonic()
-        crashed = [f for f in drained if not f.reader.closed_by_writer]
+        crashed = [f for f in drained if not f.closed]
         self._commit([f for f in crashed if f.rows], finished=False)
         for follower in drained:
             if follower not in crashed:
@@ -236,7 +239,7 @@ class Collector:
             self._rollup.ended(follower)
             self._roster.drop(follower)
             follower.leave()
-            self._finisher.retire(follower.reader)
+            self._finisher.retire(follower.reader, closed=follower.closed)
 
     def _lock(self) -> CollectorLock:
         """One collector per ring directory, and per lake where its catalog is a local file."""

@@ -32,6 +32,7 @@ class Finisher:
         """Write the report of a crashed engine; its path, or why there is none."""
         header = reader.header
         try:
+            reader.check_size()
             report = crash_report(connection, reader)
             path = write_report(self._crash_dir, report)
         except Exception as error:  # noqa: BLE001  whatever it is, the rows go on
@@ -48,10 +49,13 @@ class Finisher:
         )
         return str(path)
 
-    def retire(self, reader: RingReader) -> None:
-        """Take a finished ring away; a crashed engine's is kept, compressed. `reader` is closed."""
+    def retire(self, reader: RingReader, *, closed: bool) -> None:
+        """Take a finished ring away; one that its engine did not close is kept, compressed.
+
+        `reader` is closed.
+        """
         path, header = reader.path, reader.header
-        keep = not reader.closed_by_writer and not is_archived(header.engine_id, self._crash_dir)
+        keep = not closed and not is_archived(header.engine_id, self._crash_dir)
         reader.close()
         self._worker.submit(self._retire, path, keep)
 

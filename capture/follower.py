@@ -58,7 +58,11 @@ class Status:
 
 
 class Follower:
-    """One ring: its reader, the rows it gave and where the lake stands."""
+    """One ring: its reader, the rows it gave and where the lake stands.
+
+    `written`, `lag_bytes` and `closed` are as of the last poll: looking into a ring that was cut
+    meanwhile ends the process.
+    """
 
     def __init__(self, reader: RingReader, *, committed: bool) -> None:
         """`committed`: the lake has rows of this ring already."""
@@ -66,8 +70,9 @@ class Follower:
         self.rows = RingRows(reader.header)
         self.engine_known = committed
         self.abandoned = not reader.writer_alive()
-        self.drained = False
+        self.drained = self.closed = False
         self.written = reader.written
+        self.lag_bytes = reader.lag_bytes
         self.unrolled_tokens = 0
         self.rolled_s = time.monotonic()
         self._attendance = Attendance(reader.path, ATTENDANCE)
@@ -79,14 +84,15 @@ class Follower:
         before = self.reader.cursor
         status.largest_lag_share = max(status.largest_lag_share, self.lag_share)
         batch = self.reader.read()
-        if not len(batch) and not batch.gaps and self.look_for_writer():
+        if not len(batch) and not batch.gaps and self._look_for_writer():
             # Frames may have come between the read and the look at the writer.
             batch = self.reader.read()
             if not len(batch) and not batch.gaps:
                 batch = self.reader.read_open_frame()
                 self.drained = not len(batch)
         self.rows.add(batch)
-        self.written = self.reader.written
+        self.written, self.lag_bytes = self.reader.written, self.reader.lag_bytes
+        self.closed = self.reader.closed_by_writer
         after = self.reader.cursor
         torn = after.torn_frames - before.torn_frames
         if torn:
@@ -96,10 +102,17 @@ class Follower:
         status.lost_frames += after.lost_frames - before.lost_frames
         status.lost_tokens += after.lost_tokens - before.lost_tokens
         status.torn_frames += torn
-        self._attendance.report(after, self.reader.lag_bytes)
+        self._attendance.report(after, self.lag_bytes)
         return after != before
 
-    def look_for_writer(self, *, now: bool = False) -> bool:
+    def frames_now(self) -> int:
+        """Frames written until now; notices an engine that is gone at once. Raises RingError when
+        the ring was cut."""
+        self.reader.check_size()
+        self._look_for_writer(now=True)
+        return self.reader.written[0]
+
+    def _look_for_writer(self, *, now: bool = False) -> bool:
         """Whether its engine is gone, closed or dead; looks only now and then unless `now`."""
         if not self.abandoned and self.reader.closed_by_writer:
             self.abandoned = True
@@ -128,14 +141,14 @@ class Follower:
     @property
     def lag_share(self) -> float:
         """How much of the ring is not yet read: at 1 the engine overwrites what was not."""
-        return self.reader.lag_bytes / self.reader.header.capacity
+        return self.lag_bytes / self.reader.header.capacity
 
     @property
     def lag(self) -> EngineLag:
         cursor = self.reader.cursor
         return EngineLag(
             self.rows.engine_id,
-            self.reader.lag_bytes,
+            self.lag_bytes,
             self.lag_share,
             cursor.lost_frames,
             cursor.lost_tokens,

@@ -47,7 +47,8 @@ KEPT = ("engines", "losses", "ingest_cursor", "rollup_marks", "schema_versions")
 """Tables with a row per engine, loss or version: nothing of them is dropped."""
 
 _FILES = f"""
-SELECT t.table_name, f.file_size_bytes, f.record_count, try_cast(s.max_value AS TIMESTAMP)
+SELECT t.table_name, (f.file_size_bytes + 4095) // 4096 * 4096, f.record_count,
+    try_cast(s.max_value AS TIMESTAMP)
 FROM {METADATA}.ducklake_data_file AS f
 JOIN {METADATA}.ducklake_table AS t ON t.table_id = f.table_id AND t.end_snapshot IS NULL
 LEFT JOIN {METADATA}.ducklake_column AS c ON c.table_id = f.table_id AND c.end_snapshot IS NULL
@@ -75,7 +76,8 @@ _OF_THE_DAYS = (
 
 
 class LakeFile(NamedTuple):
-    """A Parquet file that today's snapshot needs; `newest`: time of its last row, if it has any."""
+    """A Parquet file that today's snapshot needs; `size_bytes`: in whole disk blocks; `newest`:
+    time of its last row, if it has any."""
 
     table: str
     size_bytes: int
@@ -131,6 +133,22 @@ class Retention:
         """Whether files must go at once, even those that a running query may still want."""
         limit = self.limits.max_bytes
         return limit is not None and used_bytes > limit * HURRY_SHARE
+
+    def is_over(self, used_bytes: int) -> bool:
+        limit = self.limits.max_bytes
+        return limit is not None and used_bytes > limit
+
+    def has_room(
+        self, connection: duckdb.DuckDBPyConnection, used_bytes: int, small_bytes: int
+    ) -> bool:
+        """Whether a merge of the files below `small_bytes` exceeds the limit by no more than its
+        last few percent: for a while they and what they were merged into are both there."""
+        limit = self.limits.max_bytes
+        if limit is None:
+            return True
+        sizes = (file.size_bytes for file in lake_files(connection))
+        small = sum(size for size in sizes if size < small_bytes)
+        return used_bytes + small < limit or small < limit * (1 - HURRY_SHARE)
 
     def _too_old(self, files: list[LakeFile]) -> datetime | None:
         """Midnight before which rows are over the age limit; None: there are no such rows."""

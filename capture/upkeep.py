@@ -28,7 +28,8 @@ EXPIRE_S = 60.0
 GRACE_S = 600.0  # longer than any reader's query
 RETENTION_S = 10.0
 STORE_GRACE_DAYS = 2  # in an object store
-HURRIED_GRACE_S = 10.0  # when the byte limit is near: a reader's longer query may fail
+HURRY_S = 2.0  # when the byte limit is near, and
+HURRIED_GRACE_S = 10.0  # then a reader's longer query may fail; over the limit any may
 PRUNE_S = 300.0
 ORPHANS_S = 3600.0
 ORPHAN_AGE_S = 3600.0  # a file that a commit is just writing is no orphan
@@ -111,16 +112,20 @@ class Upkeep:
 
     def _merge(self, connection: duckdb.DuckDBPyConnection) -> None:
         self.commits = 0
-        merge(connection)
+        if self.retention.has_room(connection, self.lake_bytes, SMALL_FILE_BYTES):
+            merge(connection)
 
     def _retain(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._due_s[self._retain] = time.monotonic() + RETENTION_S
         self.lake_bytes = disk_use(self._place, connection)
-        if self.retention.run(connection, self.lake_bytes):
-            self._due_s[self._retain] = 0.0
+        more = self.retention.run(connection, self.lake_bytes)
         if self.retention.in_a_hurry(self.lake_bytes):
-            expire(connection, HURRIED_GRACE_S, HURRIED_GRACE_S)
+            grace_s = 0.0 if self.retention.is_over(self.lake_bytes) else HURRIED_GRACE_S
+            expire(connection, grace_s, grace_s)
             self.lake_bytes = disk_use(self._place, connection)
+            self._due_s[self._retain] = time.monotonic() + HURRY_S
+        if more:
+            self._due_s[self._retain] = 0.0
 
     def _expire(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._due_s[self._expire] = time.monotonic() + EXPIRE_S

@@ -76,6 +76,8 @@ def write_step(
     position: int | None = None,
     start_ns: int | None = None,
     schedule_us: float = 10.0,
+    token_ids: np.ndarray | None = None,
+    logprobs: np.ndarray | None = None,
 ) -> None:
     """A step of `rows` requests with slots `slot`, `slot` + 1, ...; token id = step id."""
     numbers = np.arange(slot, slot + rows, dtype=np.uint32)
@@ -99,10 +101,10 @@ def write_step(
         graph_bucket=-1,
         slots=numbers,
         positions=full if position is None else np.full(rows, position, np.uint32),
-        token_ids=full,
+        token_ids=full if token_ids is None else token_ids,
         phases=np.full(rows, phase, np.uint32),
         latency_us=np.full(rows, latency_us, np.float32),
-        logprobs=floats,
+        logprobs=floats if logprobs is None else logprobs,
         margins=-floats,
         kv_blocks=np.ones(rows, np.uint32),
     )

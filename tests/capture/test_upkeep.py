@@ -11,17 +11,20 @@ from pathlib import Path
 from uuid import UUID
 
 import duckdb
+import numpy as np
 import pytest
 
 from capture import upkeep
 from capture.collector import Collector
+from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from capture.retention import Limits
 from capture.upkeep import Upkeep, delete_orphans, expire
-from tests.capture.rings import engine
+from tests.capture.rings import new_ring, write_step
 
 ENGINE = UUID(int=3)
 NOON = datetime(2026, 1, 1, 12)
+TOKENS = 128 * 500
 
 
 @pytest.fixture
@@ -108,13 +111,28 @@ def test_a_failure_waits_and_is_counted(
     assert not subject.run_if_due(lake, calm=True), "not again at once"
 
 
-def test_the_collector_holds_its_lake_under_the_limit_while_readers_query(
+def varied_engine(directory: Path) -> None:
+    """A closed ring of values that do not compress: about 8 bytes a token in the lake."""
+    ring = new_ring(directory, 16 << 20)
+    trace, chance = TraceWriter(ring), np.random.default_rng()
+    for step_id in range(TOKENS // 128):
+        write_step(
+            trace,
+            step_id,
+            128,
+            token_ids=chance.integers(0, 1 << 30, 128, np.uint32),
+            logprobs=-chance.gamma(1.0, 1.0, 128).astype(np.float32),
+        )
+    ring.close()
+
+
+def test_the_collector_holds_its_lake_under_the_limit(
     place: LakePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upkeep, "RETENTION_S", 0.0)
     monkeypatch.setattr(upkeep, "HURRIED_GRACE_S", 0.2)
     monkeypatch.setattr("capture.collector.COMMIT_S", 0.05)
-    limit = 900 << 10
+    limit = 2500 << 10
     stop = threading.Event()
     subject = Collector(
         place,
@@ -125,12 +143,12 @@ def test_the_collector_holds_its_lake_under_the_limit_while_readers_query(
     )
     thread = threading.Thread(target=subject.run)
     thread.start()
-    for _ in range(6):
-        engine(tmp_path / "rings", requests=100, steps=1500, capacity=16 << 20).close()
-        time.sleep(0.5)
+    for _ in range(8):
+        varied_engine(tmp_path / "rings")
+        time.sleep(0.4)
     try:
         deadline = time.monotonic() + 40
-        while subject.status.tokens < 900_000 or subject.status.lake_bytes > limit:
+        while subject.status.tokens < 8 * TOKENS or subject.status.lake_bytes > limit:
             assert time.monotonic() < deadline, subject.status
             time.sleep(0.05)
     finally:
@@ -140,5 +158,5 @@ def test_the_collector_holds_its_lake_under_the_limit_while_readers_query(
     with open_connection(place) as lake:
         counted = "SELECT (SELECT count(*) FROM tokens), (SELECT sum(tokens) FROM losses)"
         ((tokens, dropped),) = lake.execute(counted).fetchall()
-    assert tokens + dropped == 900_000
+    assert tokens + dropped == 8 * TOKENS
     assert dropped == subject.status.dropped_tokens
