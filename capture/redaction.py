@@ -38,8 +38,10 @@ PHONE_CHECKS = 2000
 
 UNSCANNED = frozenset(
     {"schema", "request_id", "arrival", "endpoint", "fingerprint", "client", "client_key_id"}
+    | {"usage", "chunks", "top"}
 )
-"""Fields that hold no text from a client; a long hex digest must not pass for a card number."""
+"""Fields that hold no text from a client, in a valid record; a long hex digest must not pass for a
+card number."""
 
 PROMPT_TEXTS = ("messages", "prompt", "rendered_prompt")
 

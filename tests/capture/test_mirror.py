@@ -140,6 +140,25 @@ def test_failed_redaction_drops_the_content_and_counts_it(
         assert secret not in caplog.text + json.dumps(written)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"chunks": [{"at_ms": 1.0, "tokens": SECRETS[0]}]},
+        {"chunks": [{"at_ms": 1.0, "tokens": 1, "note": SECRETS[0]}]},
+        {"usage": {"prompt_tokens": 1, "completion_tokens": 1, SECRETS[0]: 1}},
+        {"top": [{"position": 0, "token_ids": [1], "logprobs": [-0.1], "text": SECRETS[0]}]},
+    ],
+)
+def test_text_where_only_numbers_belong_is_not_written(
+    tmp_path: Path, field: dict[str, Any]
+) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    mirror.offer(record(1, **field))
+    mirror.close()
+    assert mirror.counters.skipped == {"invalid": 1}
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_redactor_that_always_raises_costs_the_record_which_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
