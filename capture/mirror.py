@@ -103,7 +103,7 @@ class Mirror:
         self._skipped: Counter[str] = Counter()
         self._redactions: Counter[str] = Counter()
         self._queued_bytes = 0
-        self._closed = self._has_failed = False
+        self._closed = self._has_failed = self._cannot_write = False
         self._thread = threading.Thread(target=self._write_all, name="mirror", daemon=True)
         self._thread.start()
 
@@ -246,11 +246,12 @@ class Mirror:
             _log.debug("a record is not valid traffic: %d errors", error.error_count())
             return "invalid"
         except OSError as error:
-            _log.warning("cannot write traffic: %s", error)
+            self._tell_writing(error)
             return "write_failed"
         except Exception as error:  # noqa: BLE001 - one odd record must not end the mirror
             self._tell_once(error)
             return "failed"
+        self._tell_writing(None)
         with self._lock:
             self._totals["written"] += 1
             self._totals["bytes"] += len(data)
@@ -289,6 +290,16 @@ class Mirror:
         if redact_record({"conversation": value})["conversation"] == value:
             return value
         return keyed_digest(self._key, b"convers", value).hex()[:32]
+
+    def _tell_writing(self, error: OSError | None) -> None:
+        """Log when writing begins to fail and when it works again, not every record between."""
+        if (error is not None) == self._cannot_write:
+            return
+        self._cannot_write = error is not None
+        if error is None:
+            _log.warning("traffic is written again")
+        else:
+            _log.warning("cannot write traffic, records are skipped until it works: %s", error)
 
     def _tell_once(self, error: Exception) -> None:
         """Log where something failed for the first time, without its message: that may quote what

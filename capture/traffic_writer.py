@@ -143,18 +143,25 @@ class TrafficWriter:
 
     def _open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        while True:
-            started = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-            self._path = self._directory / f"traffic-{started}-{os.getpid()}.jsonl.part"
-            self._descriptor = os.open(self._path, flags, 0o600)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            if not self._is_gone():  # a process that started just now may have tidied it away
-                break
+        self._make_file()
+        while self._is_gone():  # a process that started just now may have tidied it away
             self._close()
-        sync_directory(self._directory)
+            self._make_file()
         self._size = self._lines = 0
         self._opened = self._checked = time.monotonic()
+
+    def _make_file(self) -> None:
+        started = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        self._path = self._directory / f"traffic-{started}-{os.getpid()}.jsonl.part"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            sync_directory(self._directory)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            self._close()
+            raise
 
 
 def finish_file(path: Path) -> None:

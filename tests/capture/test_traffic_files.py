@@ -207,6 +207,28 @@ def test_half_a_line_that_cannot_be_cut_off_ends_its_file(
     assert second.read_bytes() == line(2)
 
 
+def test_a_directory_that_is_not_there_for_a_while_costs_what_comes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, files=PLAIN)
+    with monkeypatch.context() as broken:
+        broken.setattr(capture.traffic_writer, "sync_directory", lambda _: os.stat("/nowhere"))
+        for number in range(3):
+            mirror.offer(record(number))
+        settled(mirror)
+    for number in range(3, 5):
+        mirror.offer(record(number))
+    mirror.close()
+    assert mirror.counters.skipped == {"write_failed": 3}
+    assert numbers(tmp_path) == [3, 4]
+    assert len(list(tmp_path.iterdir())) == 1
+    messages = [entry.message for entry in caplog.records]
+    assert [message[:20] for message in messages] == [
+        "cannot write traffic",
+        "traffic is written a",
+    ]
+
+
 @pytest.mark.parametrize("how", ["deleted", "moved", "with its directory"])
 def test_a_file_taken_from_under_the_writer_is_replaced_within_a_second(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
