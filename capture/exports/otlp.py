@@ -27,7 +27,7 @@ from opentelemetry.sdk.metrics.export import MetricExportResult
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from capture.exports.otlp_metrics import Histograms
-from capture.exports.otlp_source import Cursor, after, events_of
+from capture.exports.otlp_source import Cursor, Row, after, events_of
 from capture.exports.otlp_spans import resource_of, spans_of
 from capture.exports.selection import ExportError
 
@@ -94,6 +94,13 @@ class OtlpExporter:
         rows = after(self._lake, cursor, BATCH_REQUESTS, start, end)
         if not rows:
             return None
+        whole = [row for row in rows if row["request_id"] is not None]
+        if whole:
+            self._send(whole)
+        self.requests += len(whole)
+        return cursor.take(rows)
+
+    def _send(self, rows: list[Row]) -> None:
         events = events_of(self._lake, rows)
         resources = {row["engine_id"]: resource_of(row) for row in rows}
         spans = []
@@ -107,8 +114,6 @@ class OtlpExporter:
             if self._metrics.export(histograms.data()) is not MetricExportResult.SUCCESS:
                 raise self._failed("metrics", len(rows))
         self._histograms = histograms
-        self.requests += len(rows)
-        return cursor.take(rows)
 
     def close(self) -> None:
         self._spans.shutdown()  # type: ignore[no-untyped-call]

@@ -64,16 +64,28 @@ class Cursor:
         return Cursor(engines)
 
 
-_REQUEST = """
+_NEXT = """
+WITH next AS (
+    SELECT f.* FROM finishes AS f
+    LEFT JOIN (SELECT engine_id, max(at_us) AS at_us FROM exported GROUP BY engine_id) AS x
+        ON x.engine_id = f.engine_id
+    WHERE (x.engine_id IS NULL OR f.finished_at >= make_timestamp(x.at_us))
+        AND f.finished_at >= coalesce($start, '-infinity'::TIMESTAMP)
+        AND f.finished_at < coalesce($end, 'infinity'::TIMESTAMP)
+        AND (f.engine_id, f.slot, epoch_us(f.finished_at)) NOT IN
+            (SELECT (engine_id, slot, at_us) FROM exported)
+    ORDER BY f.engine_id, f.finished_at, f.slot LIMIT $limit
+)
 SELECT f.engine_id::VARCHAR AS engine_id, f.slot, r.request_id, r.tenant, r.route, r.class_key,
     r.priority, r.prompt_tokens, r.cached_tokens, r.max_tokens, f.reason, f.output_tokens,
     epoch_us(r.arrived_at) AS arrived_us, epoch_us(f.admitted_at) AS admitted_us,
     epoch_us(f.first_token_at) AS first_token_us, epoch_us(f.last_token_at) AS last_token_us,
     epoch_us(f.flushed_at) AS flushed_us, epoch_us(f.finished_at) AS finished_us,
     e.model, e.host, e.pid, e.fingerprint
-FROM finishes AS f
-JOIN requests AS r ON r.engine_id = f.engine_id AND r.slot = f.slot
+FROM next AS f
+LEFT JOIN requests AS r ON r.engine_id = f.engine_id AND r.slot = f.slot
 LEFT JOIN engines AS e ON e.engine_id = f.engine_id
+ORDER BY f.engine_id, f.finished_at, f.slot
 """
 
 
@@ -86,6 +98,7 @@ def after(
 ) -> list[Row]:
     """The next finished requests, `limit` at most, ordered by engine and finish.
 
+    `request_id` is None where the ring lost a request's arrival, and kept its end.
     `start`, `end`: only those that finished then, `end` excluded; UTC.
     """
     engines = [
@@ -96,19 +109,7 @@ def after(
     )
     if engines:
         lake.executemany("INSERT INTO exported VALUES (?, ?, ?)", engines)
-    return _rows(
-        lake,
-        f"""{_REQUEST}
-LEFT JOIN (SELECT engine_id, max(at_us) AS at_us FROM exported GROUP BY engine_id) AS x
-    ON x.engine_id = f.engine_id
-WHERE (x.engine_id IS NULL OR f.finished_at >= make_timestamp(x.at_us))
-    AND f.finished_at >= coalesce($start, '-infinity'::TIMESTAMP)
-    AND f.finished_at < coalesce($end, 'infinity'::TIMESTAMP)
-    AND (f.engine_id, f.slot, epoch_us(f.finished_at)) NOT IN
-        (SELECT (engine_id, slot, at_us) FROM exported)
-ORDER BY f.engine_id, f.finished_at, f.slot LIMIT $limit""",
-        {"start": start, "end": end, "limit": limit},
-    )
+    return _rows(lake, _NEXT, {"start": start, "end": end, "limit": limit})
 
 
 def events_of(lake: duckdb.DuckDBPyConnection, rows: list[Row]) -> dict[tuple[str, int], list[Row]]:

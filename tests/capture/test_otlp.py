@@ -245,6 +245,16 @@ def test_what_was_not_confirmed_is_sent_again_as_the_same_spans(home: Path) -> N
         assert {span.span_id for span in endpoint.spans()} == once
 
 
+def test_a_request_whose_arrival_was_lost_does_not_stop_the_others(home: Path) -> None:
+    ids = write_requests(home, failed=3)
+    place = commit_rings(home)
+    with open_connection(place, read_only=False) as writer:
+        writer.execute("DELETE FROM requests WHERE slot < 2")
+    with serving() as endpoint:
+        send(place, endpoint.url, Cursor())
+    assert sorted({span.trace_id.hex() for span in endpoint.spans()}) == sorted(ids[2:])
+
+
 def test_a_refusal_is_clear_and_moves_no_cursor(home: Path) -> None:
     write_requests(home)
     place = commit_rings(home)
