@@ -69,8 +69,8 @@ class Usage(BaseModel):
 class TrafficRecord(BaseModel):
     """A finished, failed or cancelled request.
 
-    `messages` holds a chat request, `prompt` a text completion, `prompt_token_ids` either of them
-    as the engine saw it. `sampling_set` names the parameters that the client set itself, so that
+    `messages` holds a chat request, `prompt` a text completion, `rendered_prompt` and
+    `prompt_token_ids` either of them as the engine saw it. `sampling_set` names the parameters that the client set itself, so that
     a replay leaves the others to the build's defaults (None: not known, all are sent). Content
     that was dropped (redaction failed) is None and `dropped` says why. `redactions` counts
     placeholders by kind, and fields left out because they would reveal what one hides.
@@ -80,7 +80,10 @@ class TrafficRecord(BaseModel):
 
     schema_: Literal["inferloop.traffic/1"] = Field(default=SCHEMA, alias="schema")
     request_id: str = Field(pattern=r"^[0-9a-f]{32}$", description="W3C trace id")
-    conversation_id: str = Field(json_schema_extra=IDENTIFIER)
+    conversation_id: str = Field(
+        description="the client's, or `opening-...` by the first message, or the request's",
+        json_schema_extra=IDENTIFIER,
+    )
     arrival: str = Field(
         description="UTC, ISO 8601 with microseconds", json_schema_extra={"format": "date-time"}
     )
