@@ -70,10 +70,11 @@ class TrafficRecord(BaseModel):
     """A finished, failed or cancelled request.
 
     `messages` holds a chat request, `prompt` a text completion, `rendered_prompt` and
-    `prompt_token_ids` either of them as the engine saw it. `sampling_set` names the parameters that the client set itself, so that
-    a replay leaves the others to the build's defaults (None: not known, all are sent). Content
-    that was dropped (redaction failed) is None and `dropped` says why. `redactions` counts
-    placeholders by kind, and fields left out because they would reveal what one hides.
+    `prompt_token_ids` either of them as the engine saw it. `sampling_set` names the parameters that
+    the client set itself, so that a replay leaves the others to the build's defaults (None: not
+    known, all are sent). Content that was dropped (redaction failed) is None and `dropped` says
+    why. `redactions` counts placeholders by kind, and fields left out because they would reveal
+    what one hides.
     """
 
     model_config = ConfigDict(extra="forbid")
