@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,17 +29,18 @@ NOTE_BYTES = 4096
 
 @dataclass(frozen=True)
 class KnownReader:
-    """A reader as it last described itself. `lag_bytes` was not yet read at `seen_at_ns` (wall)."""
+    """A reader as it last described itself. `lag_bytes` was not yet read at `seen_ns`, which is
+    monotonic: a step of the wall clock makes nobody dead or alive."""
 
     name: str
     pid: int
     cursor: Cursor
     lag_bytes: int
-    seen_at_ns: int
+    seen_ns: int
 
     @property
     def seen_ago_s(self) -> float:
-        return max(0.0, (time.time_ns() - self.seen_at_ns) / 1e9)
+        return max(0.0, (time.monotonic_ns() - self.seen_ns) / 1e9)
 
 
 class Attendance:
@@ -93,7 +95,7 @@ class Attendance:
             "namespace": self._identity.namespace,
             "cursor": asdict(cursor),
             "lag_bytes": lag_bytes,
-            "seen_at_ns": time.time_ns(),
+            "seen_ns": time.monotonic_ns(),
         }
         temporary = self._note.with_suffix(".tmp")
         temporary.write_text(json.dumps(note))
@@ -135,13 +137,30 @@ def readers_directory(ring_path: Path) -> Path:
 def _read_note(path: Path) -> tuple[KnownReader, ProcessIdentity] | None:
     """A note's content; None when it is gone or none of ours."""
     try:
-        with path.open("rb") as file:
-            note: dict[str, Any] = json.loads(file.read(NOTE_BYTES))
-        cursor = Cursor(**{key: int(value) for key, value in note["cursor"].items()})
-        numbers = [int(note[key]) for key in ("pid", "start", "namespace")]
-        pid, start, namespace = numbers
+        note: dict[str, Any] = json.loads(_read_start(path))
+        cursor = Cursor(**{key: _count(value) for key, value in note["cursor"].items()})
+        pid, start, namespace, lag, seen_ns = (
+            _count(note[key]) for key in ("pid", "start", "namespace", "lag_bytes", "seen_ns")
+        )
         identity = ProcessIdentity(pid, start, bytes.fromhex(note["boot_id"]), namespace)
-        lag, seen_at = int(note["lag_bytes"]), int(note["seen_at_ns"])
-        return KnownReader(str(note["name"]), pid, cursor, lag, seen_at), identity
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return KnownReader(str(note["name"]), pid, cursor, lag, seen_ns), identity
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def _read_start(path: Path) -> bytes:
+    """The first bytes of a regular file. A named pipe would wait for its writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        return os.read(descriptor, NOTE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _count(value: Any) -> int:
+    """A whole number as the system's calls can take it."""
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -120,4 +120,6 @@ def _hidden(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    except OverflowError:  # no pid at all
+        return False
     return False

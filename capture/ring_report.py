@@ -224,6 +224,7 @@ def _counters(reader: RingReader) -> tuple[float, int, int, int]:
 def _rates(reader: RingReader, window_s: float) -> Rates:
     began = _counters(reader)
     time.sleep(window_s)
+    reader.check_size()
     now = _counters(reader)
     spent = now[0] - began[0]
     frames, tokens, size = (new - old for new, old in zip(now[1:], began[1:], strict=True))

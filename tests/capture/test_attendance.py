@@ -90,16 +90,52 @@ def test_a_reader_in_another_container_is_known_while_it_reports(tmp_path: Path)
     note = json.loads(path.read_text()) | {"namespace": 7, "pid": 4_000_000}
     path.write_text(json.dumps(note))
     assert len(attending(ring.path)) == 1
-    path.write_text(json.dumps(note | {"seen_at_ns": note["seen_at_ns"] - 31_000_000_000}))
+    path.write_text(json.dumps(note | {"seen_ns": max(0, note["seen_ns"] - 31_000_000_000)}))
     assert attending(ring.path) == []
     assert path.exists(), "it may only be stopped: its note is its own"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cursor": {"x": 1}}', "\x00" * 9000])
+def test_a_step_of_the_wall_clock_does_not_change_when_a_reader_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = new_ring(tmp_path)
+    Attendance(ring.path, "top").report(CURSOR, 0)
+    now_ns = time.time_ns()
+    for step_s in (-240, 240):
+        stepped_ns = now_ns + step_s * 10**9
+        monkeypatch.setattr("capture.attendance.time.time_ns", lambda at=stepped_ns: at)
+        [reader] = attending(ring.path)
+        assert reader.seen_ago_s < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"cursor": {"x": 1}}', "\x00" * 9000, "[" * 4000, '{"cursor": 1e999}'],
+)
 def test_foreign_notes_are_passed_over(tmp_path: Path, text: str) -> None:
     ring = new_ring(tmp_path)
     readers_directory(ring.path).mkdir()
     (readers_directory(ring.path) / "1-x.json").write_text(text)
+    assert attending(ring.path) == []
+
+
+@pytest.mark.parametrize("field", ["pid", "start", "namespace", "lag_bytes", "seen_ns"])
+@pytest.mark.parametrize("value", [10**30, 1e999, -1, "1"])
+def test_notes_with_impossible_numbers_are_passed_over(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    ring = new_ring(tmp_path)
+    Attendance(ring.path, "top").report(CURSOR, 0)
+    [path] = readers_directory(ring.path).iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert attending(ring.path) == []
+
+
+@pytest.mark.timeout(5)
+def test_a_named_pipe_among_the_notes_makes_nobody_wait(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path)
+    readers_directory(ring.path).mkdir()
+    os.mkfifo(readers_directory(ring.path) / "1-x.json")
     assert attending(ring.path) == []
 
 

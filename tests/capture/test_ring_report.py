@@ -17,6 +17,7 @@ import zstandard
 from click.testing import Result
 from typer.testing import CliRunner
 
+import capture.ring_report
 from capture.attendance import Attendance
 from capture.errors import RingError, RingFormatError, RingIncompleteError
 from capture.frames import TraceWriter
@@ -40,6 +41,22 @@ def archived(path: Path, directory: Path) -> Path:
 def inferloop(home: Path, *arguments: str) -> Result:
     environment = {"INFERLOOP_HOME": str(home), "INFERLOOP_RING_DIR": str(home / "r")}
     return CliRunner().invoke(app, arguments, env=environment)
+
+
+@pytest.mark.kill
+def test_a_ring_that_is_cut_while_it_is_measured_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    """Touching pages that are gone ends a process with SIGBUS: it happens in a forked one here."""
+    ring = new_ring(tmp_path)
+
+    def look() -> None:
+        capture.ring_report.time.sleep = lambda _: os.truncate(ring.path, 0)
+        try:
+            inspect(ring.path, window_s=1, last=1)
+        except RingError as error:
+            os._exit(7 if "was cut" in str(error) else 8)
+
+    _, status = os.waitpid(forked(look), 0)
+    assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_a_living_ring_is_described_and_its_scan_adds_up(tmp_path: Path) -> None:
