@@ -64,10 +64,11 @@ class TenantActivity:
 
 @dataclass(frozen=True)
 class LiveEvent:
-    """An event or an operator's mark, `at_ns` monotonic."""
+    """An operator's mark, or the newest of `count` events of one kind; `at_ns` monotonic."""
 
     at_ns: int
     text: str
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class LiveEngine:
         self._tenants: dict[int, str] = {}
         self._step: Any = None
         self._step_ns = 0
-        self._events: deque[LiveEvent] = deque(maxlen=LAST_EVENTS)
+        self._events: dict[str, LiveEvent] = {}  # by kind, a mark by itself; the newest last
         self._devices: dict[int, GpuFrame] = {}
         self._memory: dict[int, MemoryFrame] = {}
         self._lost_frames = self._lost_tokens = self._skipped_tokens = self._undecodable = 0
@@ -199,7 +200,7 @@ class LiveEngine:
             undecodable=self._undecodable,
             devices=[f"GPU {i}: {gpu_text(gpu)}" for i, gpu in sorted(self._devices.items())],
             memory=[memory_text(sample) for _, sample in sorted(self._memory.items())],
-            events=list(self._events),
+            events=list(self._events.values()),
         )
 
     def _activities(self, slices: list[_Slice], window_s: float) -> list[TenantActivity]:
@@ -288,13 +289,21 @@ class LiveEngine:
             case EventFrame():
                 if frame.kind == "preempted" and frame.time_ns >= self._oldest_ns:
                     self._slice(frame.time_ns).preemptions += 1
-                self._events.append(LiveEvent(frame.time_ns, describe(frame)))
+                self._add_event(frame.kind, frame.time_ns, describe(frame))
             case MarkFrame():
-                self._events.append(LiveEvent(frame.time_ns, f"mark: {frame.text}"))
+                text = f"mark: {frame.text}"
+                self._add_event(f"{text} at {frame.time_ns}", frame.time_ns, text)
             case GpuFrame():
                 self._devices[frame.index] = frame
             case MemoryFrame():
                 self._memory[frame.index] = frame
+
+    def _add_event(self, key: str, time_ns: int, text: str) -> None:
+        """Events of one kind share a line: a hundred pauses must not hide the one mark."""
+        before = self._events.pop(key, None)
+        self._events[key] = LiveEvent(time_ns, text, 1 if before is None else before.count + 1)
+        if len(self._events) > LAST_EVENTS:
+            del self._events[next(iter(self._events))]
 
     def _slice(self, time_ns: int) -> _Slice:
         """The slice of a moment; one from before the newest goes into the newest that fits."""

@@ -31,7 +31,10 @@ def top(
         float, typer.Option(min=0.1, max=60.0, help="Seconds between two pictures.")
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one picture and end; so does a pipe.")
+        bool,
+        typer.Option(
+            "--once", help="Print one picture and end; so does a pipe or a dumb terminal."
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --once: one JSON document.")
@@ -53,11 +56,18 @@ def top(
     if as_json and not once:
         raise TopError("--json is for one picture: add --once")
     with Watch(Settings().rings) as watch:
-        if once or not sys.stdout.isatty():
+        if once or not _can_redraw():
             _print_once(watch, as_json=as_json)
             return
         with suppress(KeyboardInterrupt):
             _run(watch, interval)
+
+
+def _can_redraw() -> bool:
+    """Whether there is a terminal, and one that can move its cursor."""
+    from rich.console import Console
+
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def _print_once(watch: Watch, *, as_json: bool) -> None:

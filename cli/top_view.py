@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,7 @@ from capture.watch import EngineView, WatchView
 from cli.screen import one_line, size, span
 
 TENANT_ROWS = 10
+LEAST_ROWS = 12  # that an engine's details need
 STUCK_S = 2.0  # of work, without a step: stopped, or a very long one
 LAG_WARNING = 0.5  # of a ring: the rest may be overwritten before it is read
 
@@ -31,24 +32,111 @@ def as_document(view: WatchView) -> dict[str, Any]:
 
 
 def watch_view(view: WatchView, rows: int | None = None) -> RenderableType:
-    """All engines, the busiest first; `rows`: of the terminal, to leave out what does not fit."""
+    """All engines, the busiest first. `rows`: of the terminal; engines that do not fit get a line
+    each, and the first one what is left."""
     parts: list[RenderableType] = []
-    for engine in view.engines:
-        tenants = TENANT_ROWS if rows is None or rows > 40 else max(3, rows - 26)
-        parts += [_title(engine), _figures(engine)]
-        if engine.live.tenants:
-            parts += [Text(), _tenants(engine.live.tenants, tenants)]
-        if engine.live.events:
-            parts += [Text(), _events(engine)]
-        parts.append(Text())
+    notes = _notes(view)
+    left = None if rows is None else rows - len(notes)
+    full = [_engine(engine, None) for engine in view.engines]
+    if left is None or sum(map(len, full)) <= left:
+        for block in full:
+            parts += [*block.parts, Text()]
+    elif len(full) == 1:
+        parts += _engine(view.engines[0], left).parts
+    else:
+        lines = _overview(view.engines, left - 2)
+        rest = left - lines.row_count - 2
+        parts.append(lines)
+        if rest >= LEAST_ROWS:
+            parts += [Text(), *_engine(view.engines[0], rest).parts]
+    return Group(*parts, *notes)
+
+
+@dataclass
+class _Block:
+    """Some of the screen; its length is in lines, unless a narrow terminal folds them."""
+
+    parts: list[RenderableType] = field(default_factory=list)
+    lines: int = 0
+
+    def __len__(self) -> int:
+        return self.lines + 1  # and an empty one
+
+    def add(self, *parts: Text | Table) -> None:
+        self.parts += parts
+        self.lines += sum(
+            part.row_count + part.show_header if isinstance(part, Table) else 1 for part in parts
+        )
+
+
+def _engine(engine: EngineView, rows: int | None) -> _Block:
+    """One engine in all detail; in `rows` lines some tenants and the older events are left out."""
+    live, block = engine.live, _Block()
+    block.add(_title(engine), _figures(engine))
+    tenants, events = TENANT_ROWS, len(live.events)
+    if rows is not None:
+        left = rows - block.lines
+        tenants = min(TENANT_ROWS, max(1, left // 2 - 3))
+        shown = min(len(live.tenants), tenants)
+        table = 2 + shown + (len(live.tenants) > shown) if live.tenants else 0
+        events = max(0, min(events, left - table - 1))
+    if live.tenants:
+        block.add(Text(), _tenants(live.tenants, tenants))
+    if events:
+        block.add(Text(), _events(engine, events))
+    return block
+
+
+def _overview(engines: Sequence[EngineView], rows: int) -> Table:
+    """A line for each engine, as far as they fit."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("engine", no_wrap=True)
+    table.add_column("model", overflow="ellipsis", no_wrap=True, max_width=24)
+    for name in ("run", "wait", "tokens/s", "TTFT p99 ms", "ITL p99 ms", "KV"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="ellipsis", no_wrap=True, style="red")
+    shown = len(engines) if len(engines) <= rows else max(1, rows - 1)
+    for engine in engines[:shown]:
+        live = engine.live
+        table.add_row(
+            engine.engine_id[:8],
+            Text(one_line(engine.model or "not known", 60)),
+            f"{live.running:,}",
+            f"{live.waiting:,}",
+            f"{live.tokens_per_s:,.0f}",
+            _milliseconds(live.ttft.p99_ms),
+            _milliseconds(live.itl.p99_ms),
+            f"{live.kv_used / live.kv_total:.0%}" if live.kv_total else "",
+            Text(_trouble(engine)),
+        )
+    if engines[shown:]:
+        table.add_row(f"{len(engines) - shown:,} more")
+    return table
+
+
+def _trouble(engine: EngineView) -> str:
+    """What is wrong with an engine, in a word or two."""
+    live = engine.live
+    if engine.ended_ago_s is not None:
+        return f"ended: {engine.writer}"
+    if _is_stuck(live):
+        return f"no step for {span(live.step_age_s or 0.0)}"
+    return "losses" if _losses(engine).plain != "none" else ""
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
+
+
+def _notes(view: WatchView) -> list[Text]:
+    notes = []
     if not view.engines:
-        parts.append(Text(f"no engine is running: no living ring in {one_line(view.directory)}"))
-        parts.append(Text("start one with `inferloop serve`; it appears here by itself"))
+        notes.append(Text(f"no engine is running: no living ring in {one_line(view.directory)}"))
+        notes.append(Text("start one with `inferloop serve`; it appears here by itself"))
     if view.waiting_rings:
-        parts.append(_note(f"{_many(view.waiting_rings, 'ring')} of ended engines: `inferloop "
+        notes.append(_note(f"{_many(view.waiting_rings, 'ring')} of ended engines: `inferloop "
                            "collect` brings them into the lake"))  # fmt: skip
-    parts += [_note(one_line(problem)) for problem in view.problems]
-    return Group(*parts)
+    return notes + [_note(one_line(problem)) for problem in view.problems]
 
 
 def _title(engine: EngineView) -> Text:
@@ -87,13 +175,17 @@ def _figures(engine: EngineView) -> Table:
 
 def _requests(live: LiveSnapshot) -> Text:
     text = Text(f"{live.running:,} running, {live.waiting:,} waiting")
-    if live.running and live.step_age_s is not None and live.step_age_s > STUCK_S:
-        text.append(f"; no step for {span(live.step_age_s)}", "bold red")
+    if _is_stuck(live):
+        text.append(f"; no step for {span(live.step_age_s or 0.0)}", "bold red")
     if live.finished:
         ended = ", ".join(f"{count:,} {reason}" for reason, count in live.finished.items())
         rate = sum(live.finished.values()) / live.window_s
         text.append(one_line(f"; {rate:,.1f}/s finished ({ended})"))
     return text
+
+
+def _is_stuck(live: LiveSnapshot) -> bool:
+    return live.running > 0 and live.step_age_s is not None and live.step_age_s > STUCK_S
 
 
 def _latency(values: Percentiles, unit: str) -> str:
@@ -162,8 +254,8 @@ def _tenants(tenants: Sequence[TenantActivity], rows: int) -> Table:
             f"{one.running:,}",
             f"{one.finished:,}",
             f"{one.tokens_per_s:,.0f}",
-            "" if one.ttft.p50_ms is None else f"{one.ttft.p50_ms:,.1f}",
-            "" if one.ttft.p99_ms is None else f"{one.ttft.p99_ms:,.1f}",
+            _milliseconds(one.ttft.p50_ms),
+            _milliseconds(one.ttft.p99_ms),
         )
     rest = tenants[rows:]
     if rest:
@@ -175,14 +267,16 @@ def _tenants(tenants: Sequence[TenantActivity], rows: int) -> Table:
     return table
 
 
-def _events(engine: EngineView) -> Table:
+def _events(engine: EngineView, rows: int) -> Table:
+    """The newest ones."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="ellipsis", no_wrap=True)
     offset_ns = engine.anchor_wall_ns - engine.anchor_monotonic_ns
-    for event in engine.live.events:
+    for event in engine.live.events[-rows:]:
+        often = f"{event.count:,} times, last " if event.count > 1 else ""
         at = datetime.fromtimestamp((event.at_ns + offset_ns) / 1e9, UTC)
-        table.add_row(f"{at:%H:%M:%S}", Text(one_line(event.text, 300)))
+        table.add_row(f"{at:%H:%M:%S}", Text(often + one_line(event.text, 300)))
     return table
 
 

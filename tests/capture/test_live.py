@@ -186,11 +186,33 @@ def test_events_preemptions_marks_and_devices(tape: Tape) -> None:
     tape.at(3).memory(index=-1, values=[2.0**30, *[nan] * 5], unavailable="")
     view = shown(engine(), tape, 4)
     assert view.preemptions == 12
-    assert len(view.events) == 8
-    assert view.events[-1].text == "mark: deployed"
+    assert [(event.text, event.count) for event in view.events] == [
+        ("preempted slot 11: x", 12),
+        ("mark: deployed", 1),
+    ]
     assert view.events[-1].at_ns == START + 3 * SECOND
     assert view.devices == ["GPU 1: not available: no driver"]
     assert view.memory == ["resident 1,024 MiB"]
+
+
+def test_many_events_of_one_kind_hide_no_mark(tape: Tape) -> None:
+    for number in range(3):
+        tape.at(1).mark(f"deploy {number % 2}")
+    for number in range(100):
+        pause = tape.at(2 + number / 100)
+        pause.event(kind="gc_pause", request_id=None, slot=None, detail="", duration_ns=1_000_000)
+    for number in range(20):
+        tape.at(4 + number / 10).event(
+            kind=f"kind {number % 5}", request_id=None, slot=None, detail=""
+        )
+    events = shown(engine(), tape, 7).events
+    assert len(events) == 8
+    assert [event.text for event in events[:3]] == [
+        "mark: deploy 1",
+        "mark: deploy 0",
+        "gc_pause (1.00 ms)",
+    ]
+    assert events[2].count == 100
 
 
 def test_frames_that_cannot_be_decoded_are_counted(tape: Tape) -> None:

@@ -17,6 +17,7 @@ from uuid import UUID
 import pytest
 import zstandard
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from capture.attendance import Attendance, attending, remove_ring
@@ -24,6 +25,7 @@ from capture.frames import TraceWriter
 from capture.reader import RingReader, discover
 from capture.watch import Watch
 from cli.main import app, load_commands
+from cli.top_view import watch_view
 from tests.capture.rings import MIB, engine, forked, kill, new_ring, write_request, write_step
 
 load_commands()
@@ -259,6 +261,61 @@ def test_ctrl_c_ends_the_live_view_and_gives_the_screen_back(tmp_path: Path, rin
     assert shown.rstrip().endswith((b"\x1b[?1049l\x1b[?25h", b"\x1b[?25h\x1b[?1049l"))
     assert attending(ring.path) == []
     assert discover(rings) == [ring.path]
+
+
+def screen(rings: Path, rows: int, columns: int = 80) -> list[str]:
+    """The lines that `top` draws on a terminal of that size."""
+    with Watch(rings) as watch:
+        watch.poll(1)
+        console = Console(width=columns, height=rows, color_system=None)
+        with console.capture() as captured:
+            console.print(watch_view(watch.view(), rows=rows))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_many_engines_share_a_small_terminal(rings: Path) -> None:
+    written = [engine(rings, requests=2, steps=3, capacity=MIB) for _ in range(20)]
+    lines = screen(rings, rows=24)
+    assert len(lines) <= 24
+    for ring in written:
+        assert any(line.startswith(ring.path.name[:8]) for line in lines)
+    lines = screen(rings, rows=10)
+    assert len(lines) <= 10
+    assert sum("tiny" in line for line in lines) == 7
+    assert "13 more" in lines
+    assert sum(line.startswith("TTFT ") for line in screen(rings, rows=400)) == 20
+    assert sum(line.startswith("TTFT ") for line in screen(rings, rows=40)) == 1
+
+
+def test_a_small_terminal_shows_the_newest_events(rings: Path) -> None:
+    trace = TraceWriter(engine(rings, requests=1, steps=3))
+    for tenant in range(30):
+        write_request(trace, 10 + tenant, tenant=f"tenant-{tenant}")
+    for number in range(8):
+        trace.mark(f"mark {number}")
+    lines = screen(rings, rows=24)
+    assert len(lines) <= 24
+    assert lines[-1].endswith("mark: mark 7")
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(
+    tmp_path: Path, rings: Path
+) -> None:
+    engine(rings, requests=1, steps=3)
+    pid, terminal = pty.fork()
+    if not pid:
+        os.environ |= {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
+        os.environ |= {"TERM": "dumb"}
+        os.execv(sys.executable, [sys.executable, "-m", "cli", "top"])
+    shown = b""
+    try:
+        while data := os.read(terminal, 65536):
+            shown += data
+    except OSError:  # the other end was closed
+        pass
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert b"tiny" in shown
+    assert b"\x1b[" not in shown
 
 
 def shown_commands() -> list[list[str]]:
