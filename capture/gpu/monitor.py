@@ -93,7 +93,8 @@ class GpuMonitor:
     """Owns the process. `devices` is a list as CUDA_VISIBLE_DEVICES has; None: all of them."""
 
     def __init__(self, devices: str | None, *, period_s: float = 1.0) -> None:
-        self._command = [sys.executable, "-m", "capture.gpu.process", str(period_s)]
+        # -P: not what lies in the working directory under the same name
+        self._command = [sys.executable, "-P", "-m", "capture.gpu.process", str(period_s)]
         self._command += [] if devices is None else [devices]
         self._period_s = period_s
         self._lock = threading.Lock()
@@ -179,6 +180,8 @@ class GpuMonitor:
         for line in process.stdout:
             if not line.endswith("\n"):  # it was killed while it wrote
                 break
+            if not line.startswith("{"):  # the driver's library prints, too
+                continue
             report = json.loads(line)
             now_s = self._heard_s = time.monotonic()
             if not report["devices"]:  # until it has read them: what its predecessor knew

@@ -317,19 +317,33 @@ class Device:
 
 def attach(nvml: Nvml, visible: str | None) -> list[Device]:
     """The devices named by `visible` as CUDA_VISIBLE_DEVICES names them (indices, UUIDs or their
-    beginnings); None: all. Raises `UnavailableError` when there is none, or one is not here."""
+    beginnings), up to the first that is not here; None: all. Raises `UnavailableError` when there
+    is none."""
     count = int(nvml.call("nvmlDeviceGetCount"))
     if visible is None:
         handles = [nvml.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
     else:
-        handles = [_find(nvml, name, count) for name in _named(visible)]
+        handles = _visible(nvml, visible, count)
     if not handles:
         raise UnavailableError(
             "no NVIDIA device on this machine"
             if visible is None
-            else f"no device is visible: CUDA_VISIBLE_DEVICES or gpu_devices is {visible!r}"
+            else f"no device is visible: CUDA_VISIBLE_DEVICES or gpu_devices is {visible[:200]!r}"
         )
     return [Device(nvml, handle, ordinal) for ordinal, handle in enumerate(handles)]
+
+
+def _visible(nvml: Nvml, visible: str, count: int) -> list[Any]:
+    """CUDA uses the devices before the first that it does not find, so that one ends the list."""
+    handles: list[Any] = []
+    for name in _named(visible):
+        try:
+            handles.append(_find(nvml, name, count))
+        except UnavailableError:
+            if not handles:
+                raise
+            break
+    return handles
 
 
 def _named(visible: str) -> list[str]:
@@ -345,8 +359,8 @@ def _named(visible: str) -> list[str]:
 
 def _find(nvml: Nvml, name: str, count: int) -> Any:
     if name.isdecimal():
-        if int(name) >= count:
-            raise UnavailableError(f"there is no device {name}: this machine has {count}")
+        if len(name) > 9 or int(name) >= count:
+            raise UnavailableError(f"there is no device {name[:20]}: this machine has {count}")
         return nvml.call("nvmlDeviceGetHandleByIndex", int(name))
     if name.startswith("MIG-"):
         return nvml.call("nvmlDeviceGetHandleByUUID", name)
@@ -354,7 +368,7 @@ def _find(nvml: Nvml, name: str, count: int) -> Any:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
         if _text(nvml.call("nvmlDeviceGetUUID", handle)).startswith(name):
             return handle
-    raise UnavailableError(f"there is no device {name!r} among this machine's {count}")
+    raise UnavailableError(f"there is no device {name[:80]!r} among this machine's {count}")
 
 
 def _placed(nvml: Nvml, handle: Any) -> tuple[Any, Any, bool]:

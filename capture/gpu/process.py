@@ -61,6 +61,8 @@ class Reader:
         except UnavailableError as error:
             self.final = isinstance(error, MissingError)
             self.failure = str(error)
+        except Exception as error:  # noqa: BLE001 - what another driver or nvidia-ml-py may answer
+            self.failure = f"NVML answered what is not understood ({type(error).__name__}: {error})"
 
     def _read_on(self) -> None:
         """Raises `UnavailableError`."""

@@ -24,7 +24,7 @@ class NvmlWorld:
         self.save()
         monkeypatch.setenv("NVML_STAND_IN", str(self._file))
         paths = [str(STAND_IN), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         self.module = _load()
 

@@ -166,6 +166,8 @@ def test_throttling_of_older_drivers_is_read_by_its_older_name(world: NvmlWorld)
         ("GPU-b", ["GPU-bbbb"]),
         ("MIG-GPU-cccc", ["MIG-GPU-cccc"]),
         ("1,-1,0", ["GPU-bbbb"]),
+        ("2,7,0", ["GPU-cccc"]),
+        ("0,GPU-x,1", ["GPU-aaaa"]),
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(
@@ -181,7 +183,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(
 @pytest.mark.parametrize(
     ("visible", "text"),
     [("", "no device is visible"), ("-1", "no device is visible"), ("7", "this machine has 1"),
-     ("GPU-x", "no device 'GPU-x'")],
+     ("GPU-x", "no device 'GPU-x'"), ("9" * 5000, "this machine has 1"), ("MIG-x", "Not Found")],
 )  # fmt: skip
 def test_no_device_says_why(world: NvmlWorld, visible: str, text: str) -> None:
     with pytest.raises(UnavailableError, match=text):

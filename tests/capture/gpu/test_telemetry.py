@@ -203,11 +203,44 @@ def test_without_devices_one_frame_and_one_event_say_why(
     assert text in detail
 
 
+def test_an_answer_nobody_understands_is_said_in_the_trace(
+    traced: Callable[..., Traced], world: NvmlWorld
+) -> None:
+    world.device(used="nonsense")
+    trace = traced()
+    trace.wait(lambda: trace.of(GpuFrame))
+    ((kind, detail),) = trace.events()
+    assert kind == "gpu_unavailable"
+    assert detail.startswith("NVML answered what is not understood (ValueError: ")
+
+
+def test_what_the_drivers_library_prints_is_no_report(
+    traced: Callable[..., Traced], world: NvmlWorld
+) -> None:
+    world.device(prints="NVRM: hello")
+    trace = traced()
+    trace.wait(lambda: len(trace.of(GpuFrame)) >= 3)
+    assert trace.telemetry.gpus.unavailable == ""
+
+
+def test_nothing_of_the_working_directory_is_run(
+    traced: Callable[..., Traced],
+    world: NvmlWorld,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    trace = traced()
+    trace.wait(lambda: trace.of(GpuFrame))
+    assert trace.telemetry.gpus.unavailable == ""
+
+
 def test_this_machine_is_told_what_it_has(tmp_path: Path) -> None:
     """The real nvidia-ml-py in the real process: without a library there is one reason, at once."""
     began = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "capture.gpu.process", "0.1"],
+        [sys.executable, "-P", "-m", "capture.gpu.process", "0.1"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert result.stderr == ""
@@ -219,7 +252,7 @@ def test_this_machine_is_told_what_it_has(tmp_path: Path) -> None:
 def test_the_process_ends_with_its_parent(world: NvmlWorld) -> None:
     world.hang("nvmlInit", 600.0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "capture.gpu.process", "0.05"],
+        [sys.executable, "-P", "-m", "capture.gpu.process", "0.05"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     with process:

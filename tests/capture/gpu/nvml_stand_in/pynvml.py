@@ -32,6 +32,7 @@ DEVICE = {
     "gpm": True,
     "gpm_values": {"2": 0.0, "3": 0.0, "5": 0.0, "10": 0.0},
     "mig": False,
+    "prints": "",
 }
 
 NVML_TEMPERATURE_GPU = 0
@@ -57,6 +58,7 @@ class NVMLError_LibraryNotFound(NVMLError):
 _TEXTS = {
     3: "Not Supported",
     4: "Insufficient Permissions",
+    6: "Not Found",
     9: "Driver Not Loaded",
     12: "NVML Shared Library Not Found",
     15: "GPU is lost",
@@ -101,6 +103,8 @@ def nvmlDeviceGetHandleByIndex(index: int) -> Handle:
 def nvmlDeviceGetHandleByUUID(uuid: str) -> Handle:
     devices = _state("nvmlDeviceGetHandleByUUID")["devices"]
     names = [f"MIG-{device['uuid']}" for device in devices]
+    if uuid not in names:
+        raise NVMLError(6)
     return Handle(index=names.index(uuid), instance=True)
 
 
@@ -156,7 +160,10 @@ def nvmlDeviceGetMemoryInfo(handle: Handle, version: int) -> Any:
 
 def nvmlDeviceGetTemperature(handle: Handle, sensor: int) -> int:
     assert sensor == NVML_TEMPERATURE_GPU
-    return _device("nvmlDeviceGetTemperature", handle)["temperature"]
+    device = _device("nvmlDeviceGetTemperature", handle)
+    if device["prints"]:
+        print(device["prints"], flush=True)
+    return device["temperature"]
 
 
 def nvmlDeviceGetClockInfo(handle: Handle, clock: int) -> int:
