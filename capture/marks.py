@@ -23,6 +23,10 @@ def set_mark(url: str, text: str) -> None:
     import httpx
 
     try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MarkError("the text is no UTF-8: look at the terminal's encoding") from error
+    try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
             answer = client.post(url.rstrip("/") + PATH, json={"text": text})
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:

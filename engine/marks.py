@@ -17,6 +17,7 @@ from engine.errors import RequestError
 MAX_MARK_BYTES = 4096
 BURST = 10
 PER_S = 1.0
+JOINER = "\u200d"  # what makes one emoji of several
 
 
 class MarkRefused(RequestError):
@@ -73,7 +74,7 @@ def _text(body: bytes) -> str:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         raise _refused(400, f'{where}: {first["msg"]}; send {{"text": "deploy 7"}}') from error
-    if not (text and text.isprintable()):
+    if not (text and text.replace(JOINER, "").isprintable()):
         raise _refused(400, f"text is {text[:80]!r}: give printable characters, on one line")
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_MARK_BYTES:

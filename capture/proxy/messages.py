@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
+from urllib.parse import unquote_to_bytes
 
 Headers = Sequence[tuple[bytes, bytes]]
 Framing = Literal["none", "length", "chunked", "close"]
@@ -35,7 +36,8 @@ class RequestHead:
 
     @property
     def path(self) -> bytes:
-        return self.target.partition(b"?")[0]
+        """As the upstream reads it: without the query, "%6d" is "m"."""
+        return unquote_to_bytes(self.target.partition(b"?")[0])
 
     @property
     def is_chunked(self) -> bool:

@@ -78,3 +78,9 @@ def test_an_address_that_is_none_is_one_clear_line(url: str) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith(f"inferloop: {url}: no engine answers there (")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_text_in_another_encoding_is_told_apart_from_a_dead_engine() -> None:
+    result = mark(b"caf\xe9".decode("utf-8", "surrogateescape"))
+    assert result.returncode == 1
+    assert result.stderr.startswith("inferloop: the text is no UTF-8")

@@ -438,6 +438,7 @@ def test_own_pages(proxy: ProxyProcess, upstream: Nasty) -> None:
         assert http.head("/inferloop/health").content == b""
         metrics = http.get("/inferloop/metrics").text
         assert http.post("/inferloop/metrics").status_code == 405
-        assert http.post("/inferloop/marks", json={"text": "x"}).status_code == 403
+        for path in ("/inferloop/marks", "/inferloop/%6darks", "/%69nferloop%2Fmarks"):
+            assert http.post(path, json={"text": "x"}).status_code == 403, path
     assert 'inferloop:proxy_requests_total{endpoint="other",error_type="",status="200"}' in metrics
     assert [talk.path for talk in upstream.seen] == ["/x"]

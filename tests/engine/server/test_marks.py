@@ -65,6 +65,7 @@ def test_length_is_bounded_in_bytes() -> None:
     written: list[str] = []
     marks = Marks(written.append, from_anywhere=False)
     take(marks, "é" * (MAX_MARK_BYTES // 2))
+    take(marks, "\U0001f469\u200d\U0001f680 launched")
     with pytest.raises(MarkRefused, match=f"{MAX_MARK_BYTES + 2} bytes, the limit is"):
         take(marks, "é" * (MAX_MARK_BYTES // 2 + 1))
 
