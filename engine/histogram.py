@@ -14,6 +14,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 
+EXEMPLAR_S = 1.0
+"""An exemplar stays for so long at least: scrapes are rarer, and each one costs the step."""
+
+
 class ArrayHistogram(Collector):
     """Fixed `buckets` (upper bounds, ascending) and `labels`. One thread observes, any collects."""
 
@@ -25,20 +29,25 @@ class ArrayHistogram(Collector):
         self._counts = np.zeros(len(buckets) + 1, np.int64)
         self._sum = 0.0
         self._exemplars: list[Exemplar | None] = [None] * len(self._counts)
+        self._due_s = [0.0] * len(self._counts)
 
     def observe(
         self, values: np.ndarray, labels_of: Callable[[int], dict[str, str]] | None = None
     ) -> None:
         """Count `values`, a one-dimensional array in the metric's unit. The largest becomes its
-        bucket's exemplar, with the labels that `labels_of` gives for its index."""
+        bucket's exemplar, if that one is old, with the labels that `labels_of` gives for its
+        index."""
         places = np.searchsorted(self._bounds, values)
         self._counts += np.bincount(places, minlength=len(self._counts))
         self._sum += float(values.sum())
         if labels_of is not None and len(values):
             largest = int(values.argmax())
-            self._exemplars[places[largest]] = Exemplar(
-                labels_of(largest), float(values[largest]), time.time()
-            )
+            place, now_s = places[largest], time.monotonic()
+            if now_s >= self._due_s[place]:
+                self._due_s[place] = now_s + EXEMPLAR_S
+                self._exemplars[place] = Exemplar(
+                    labels_of(largest), float(values[largest]), time.time()
+                )
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The family in Prometheus' cumulative form."""

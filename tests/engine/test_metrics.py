@@ -115,6 +115,23 @@ def test_the_format_is_the_one_asked_for(accept: str, openmetrics: bool) -> None
     assert data.endswith(b"# EOF\n") == openmetrics
 
 
+def test_a_bucket_gets_a_new_exemplar_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("engine.histogram.time.monotonic", lambda: now_s)
+    histogram = ArrayHistogram("inferloop:x_seconds", "X.", (1.0,), {"engine": "0"})
+    named = []
+
+    def observe(value: float, name: str) -> None:
+        histogram.observe(np.array([value]), lambda _: named.append(name) or {"request_id": name})
+
+    observe(0.5, "first")
+    observe(0.6, "too soon")
+    observe(2.0, "other bucket")
+    now_s += 1
+    observe(0.7, "later")
+    assert named == ["first", "other bucket", "later"]
+
+
 def test_plain_text_has_no_exemplars() -> None:
     histogram = ArrayHistogram("inferloop:x_seconds", "X.", (1.0, 2.0), {"engine": "0"})
     histogram.observe(np.array([0.5, 9.0, 1.5]), lambda index: {"request_id": "xaby"[index:][:2]})
