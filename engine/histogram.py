@@ -13,7 +13,6 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-
 EXEMPLAR_S = 1.0
 """An exemplar stays for so long at least: scrapes are rarer, and each one costs the step."""
 
