@@ -17,7 +17,7 @@ import numpy as np
 
 from capture.traffic import TrafficRecord
 from replay.source import ScheduledRecord
-from replay.turns import Turns, turn_of
+from replay.turns import earlier_turns
 
 Answer = TypeVar("Answer")
 LEAD_S = 0.05
@@ -75,8 +75,9 @@ async def run_schedule(
     `send` must return failures, not raise them. Returns when all are answered; cancelling it
     cancels the requests in flight.
     """
+    earlier = earlier_turns(item.record for item in records)
+    tasks: list[asyncio.Task[None]] = []
     origin_ns = time.monotonic_ns() + int(LEAD_S * 1e9)
-    turns: Turns[asyncio.Task[None]] = Turns()
 
     async def one(item: ScheduledRecord, before: asyncio.Task[None] | None) -> None:
         scheduled_ns = due_ns = origin_ns + int(item.offset_s / speed * 1e9)
@@ -89,10 +90,10 @@ async def run_schedule(
         finished(item.record, Slot(*((at - origin_ns) / 1e6 for at in times)), answer)
 
     async with asyncio.TaskGroup() as group:
-        for item in records:
+        for item, place in zip(records, earlier, strict=True):
             await sleep_until(origin_ns + int(item.offset_s / speed * 1e9))
-            turn = turn_of(item.record)
-            turns.note(turn, group.create_task(one(item, turns.before(turn))))
+            before = None if place is None else tasks[place]
+            tasks.append(group.create_task(one(item, before)))
 
 
 async def sleep_until(target_ns: int) -> None:

@@ -9,46 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable
 
-from capture.sampling import OPENING_PREFIX
+from capture.sampling import INSTRUCTIONS, OPENING_PREFIX
 from capture.traffic import TrafficRecord
 
-T = TypeVar("T")
 Key = tuple[str, bytes]
 
 
-class Turn(NamedTuple):
-    """What a request is known by, and what the turns before it may be known by, latest first."""
-
-    key: Key
-    before: list[Key]
-
-
-class Turns(Generic[T]):
-    """Remembers something, such as its task, for each request that may be gone on from."""
-
-    def __init__(self) -> None:
-        self._noted: dict[Key, T] = {}
-
-    def note(self, turn: Turn, value: T) -> None:
-        self._noted[turn.key] = value
-
-    def before(self, turn: Turn) -> T | None:
-        """What was noted for the request that this one goes on from."""
-        return next((self._noted[key] for key in turn.before if key in self._noted), None)
+def earlier_turns(records: Iterable[TrafficRecord]) -> list[int | None]:
+    """For each record the place of the one that it goes on from, always an earlier one."""
+    latest: dict[Key, int] = {}
+    found = []
+    for place, record in enumerate(records):
+        *before, own = _keys(record)
+        found.append(next((latest[key] for key in reversed(before) if key in latest), None))
+        latest[own] = place
+    return found
 
 
-def turn_of(record: TrafficRecord) -> Turn:
-    """Where a record stands in its conversation."""
+def _keys(record: TrafficRecord) -> list[Key]:
+    """What the turns before it are known by, the latest last, and after them the record itself."""
     name = record.conversation_id
-    if not name.startswith(OPENING_PREFIX) or record.messages is None:
-        key = (name, b"")
-        return Turn(key, [key])
+    if not name.startswith(OPENING_PREFIX):
+        return [(name, b"")] * 2
     digest = hashlib.blake2s()
     keys = []
-    for message in record.messages:
-        digest.update(json.dumps(message, sort_keys=True).encode())
-        keys.append((name, digest.digest()))
-    *before, key = keys or [(name, b"")]
-    return Turn(key, before[::-1])
+    for message in record.messages or ():
+        if message.get("role") not in INSTRUCTIONS:  # which may change with every turn
+            digest.update(json.dumps(message, sort_keys=True).encode())
+            keys.append((name, digest.digest()))
+    return keys or [(name, b"")]
