@@ -5,6 +5,8 @@ Not for reading the lake (`dashboard.traces`) nor for the page around it (`dashb
 
 from __future__ import annotations
 
+import html
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -21,6 +23,8 @@ GRID = "#E6E8EC"
 INK = "#1F2933"
 FONT = '"Source Sans", sans-serif'
 LOSS = "rgba(217, 45, 32, 0.12)"
+MARK = "#1D4ED8"
+MARK_CHARS = 400
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ class Loss:
     kind: str
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What an operator noted in the trace (UTC), as it was typed."""
+
+    at: datetime
+    text: str
+
+
 def grid(cells: Cells, time_bins: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Latency in ms (NaN where nothing was) and token counts, both [position bin, time bin].
 
@@ -73,6 +85,7 @@ def heatmap_figure(
     quantile: float,
     log_scale: bool,
     losses: Sequence[Loss] = (),
+    marks: Sequence[Mark] = (),
 ) -> go.Figure:
     """x: arrival of the request, y: token position, colour: quantile of the ITL in ms."""
     latency, tokens = grid(cells, time_bins)
@@ -101,6 +114,7 @@ def heatmap_figure(
         )
     )
     _draw_losses(figure, losses, start, end, width)
+    _draw_marks(figure, [mark for mark in marks if start <= mark.at < end], height * len(positions))
     _lay_out(figure, start, end)
     return figure
 
@@ -182,3 +196,27 @@ def _draw_losses(
                     "y": 1.0,
                 },
             )
+
+
+def _draw_marks(figure: go.Figure, marks: Sequence[Mark], top: int) -> None:
+    """Thin lines, as one trace; points along each of them answer the pointer with its text."""
+    if not marks:
+        return
+    heights = np.linspace(0, top, 33).tolist()
+    figure.add_trace(
+        go.Scatter(
+            x=[at for mark in marks for at in [mark.at] * len(heights) + [None]],
+            y=[*heights, None] * len(marks),
+            text=[text for mark in marks for text in [_hover(mark.text)] * (len(heights) + 1)],
+            mode="lines",
+            line={"color": MARK, "width": 1, "dash": "dot"},
+            hovertemplate="%{x|%H:%M:%S}<br>%{text}<extra></extra>",
+            showlegend=False,
+        )
+    )
+
+
+def _hover(text: str) -> str:
+    """A mark's text in lines, with nothing that plotly would take for its own."""
+    lines = textwrap.wrap(textwrap.shorten(text, MARK_CHARS, placeholder=" \u2026"), 60)
+    return "<br>".join(map(html.escape, lines))

@@ -13,7 +13,7 @@ from capture.lake import NAME, LakePlace, open_connection
 from capture.settings import Settings
 from dashboard.drilldown import make_selectable, selected_region, show_region
 from dashboard.heatmap import heatmap_figure
-from dashboard.traces import HeatMap, Overview, arrivals, heat_map, losses, overview
+from dashboard.traces import HeatMap, Overview, arrivals, heat_map, losses, marks, overview
 
 PERIODS: dict[str, timedelta | None] = {
     "5 min": timedelta(minutes=5),
@@ -61,8 +61,8 @@ def page() -> None:
 
 
 def _content(period: str, quantile: float, bins: tuple[int, int], logarithmic: bool) -> None:
-    place = LakePlace.from_settings(Settings())
     try:
+        place = LakePlace.from_settings(Settings())
         cursor = _connection(place, _stamp(place)).cursor()
     except LakeMissingError:
         _nothing_yet("There is no trace lake yet.")
@@ -121,6 +121,7 @@ def _show_heatmap(
         quantile=quantile,
         log_scale=logarithmic,
         losses=lost,
+        marks=marks(cursor, shown.start, shown.end),
     )
     make_selectable(figure, shown)
     chart = st.plotly_chart(

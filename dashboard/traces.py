@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dashboard.heatmap import Cells, Loss
+from dashboard.heatmap import Cells, Loss, Mark
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PERCENTILES = "[0.5, 0.99]"
 EXACT_TOKENS = 4_000_000
 """Up to here a map is drawn from every token; more would take longer than a second."""
+MARKS = 200
+"""More lines than that hide the map; the newest ones are drawn."""
 MINUTE = timedelta(minutes=1)
 
 
@@ -194,6 +196,19 @@ def losses(cursor: DuckDBPyConnection, start: datetime, end: datetime) -> list[L
         Loss(begin.replace(tzinfo=UTC), noticed.replace(tzinfo=UTC), tokens, kind)
         for begin, noticed, tokens, kind in rows
     ]
+
+
+def marks(cursor: DuckDBPyConnection, start: datetime, end: datetime) -> list[Mark]:
+    """The operators' notes in [start, end), at most `MARKS`; one set on several engines at once is
+    one."""
+    rows = cursor.execute(
+        """
+        SELECT min(marked_at) AS earliest, text FROM marks WHERE marked_at >= ? AND marked_at < ?
+        GROUP BY text, date_trunc('second', marked_at) ORDER BY earliest DESC LIMIT ?
+        """,
+        [_naive(start), _naive(end), MARKS],
+    ).fetchall()
+    return [Mark(at.replace(tzinfo=UTC), text) for at, text in reversed(rows)]
 
 
 def _naive(moment: datetime) -> datetime:

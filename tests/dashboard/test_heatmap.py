@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dashboard.heatmap import MAX_CELLS, Cells, Loss, grid, heatmap_figure, merge
+from dashboard.heatmap import MAX_CELLS, Cells, Loss, Mark, grid, heatmap_figure, merge
 
 START = datetime(2026, 11, 29, 12, tzinfo=UTC)
 END = START + timedelta(minutes=10)
@@ -68,6 +68,18 @@ def test_log_colours_of_one_value_or_zero_do_not_fail(latency: float) -> None:
 def test_an_empty_period_is_an_empty_map() -> None:
     (trace,) = figure(cells(), log_scale=True).data
     assert np.isnan(np.asarray(trace.z)).all()
+
+
+def test_marks_are_lines_whose_text_is_text() -> None:
+    at = START + timedelta(minutes=2)
+    noted = [Mark(at, "deploy <b>7</b>"), Mark(END, "later"), Mark(at, "x" * 4096)]
+    _, lines = figure(cells((0, 0, 12.0, 3)), marks=noted).data
+    assert {moment for moment in lines.x if moment} == {at}
+    assert {height for height in lines.y if height is not None} >= {0, 5}
+    assert lines.text[0] == "deploy &lt;b&gt;7&lt;/b&gt;"
+    assert lines.mode == "lines"
+    assert max(map(len, lines.text)) < 600
+    assert len(figure(cells(), marks=[]).data) == 1
 
 
 def test_losses_are_bands_over_their_time() -> None:

@@ -52,6 +52,22 @@ def test_losses_lie_before_they_were_noticed(cursor) -> None:
     assert traces.losses(cursor, END, END + timedelta(hours=1)) == []
 
 
+def test_marks_of_the_period_once_each(tmp_path: Path) -> None:
+    place = make_lake(tmp_path)
+    with open_connection(place, read_only=False) as lake:
+        lake.execute(f"USE {NAME}")
+        for number in range(3):
+            lake.execute(
+                "INSERT INTO marks (engine_id, marked_at, text) VALUES (uuid(), ?, 'deploy 7')",
+                [(START + timedelta(seconds=5, milliseconds=number)).replace(tzinfo=None)],
+            )
+        found = traces.marks(lake, START, END)
+        assert [(mark.at, mark.text) for mark in found] == [
+            (START + timedelta(seconds=5), "deploy 7")
+        ]
+        assert traces.marks(lake, END, END + timedelta(hours=1)) == []
+
+
 def test_an_empty_lake_has_no_arrivals(tmp_path: Path) -> None:
     with open_connection(make_lake(tmp_path, requests=0)) as lake:
         assert traces.arrivals(lake) is None
