@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
 CONTENT: dict[str, Any] = {"x-pii": "content"}
 """What a person wrote or was answered. Redaction finds patterns, so it may still name people."""
@@ -44,7 +44,7 @@ class Chunk(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    at_ms: float = Field(json_schema_extra=MS)
+    at_ms: FiniteFloat = Field(json_schema_extra=MS)
     tokens: int = Field(json_schema_extra=TOKENS)
 
 
@@ -55,7 +55,7 @@ class TopAlternatives(BaseModel):
 
     position: int = Field(ge=0, description="index in the output")
     token_ids: list[int] = Field(json_schema_extra=CONTENT)
-    logprobs: list[float] = Field(json_schema_extra=NATS)
+    logprobs: list[FiniteFloat] = Field(json_schema_extra=NATS)
 
 
 class Usage(BaseModel):

@@ -16,8 +16,11 @@ from capture.errors import CaptureError
 SUFFIXES = (".jsonl.part", ".jsonl", ".jsonl.zst")
 """The names a traffic file has one after the other: being written, finished, compressed."""
 
-
 READ_BYTES = 1 << 16
+
+LONGEST_LINE = 256 << 20
+"""A mirror's longest line is a few MiB. What is longer is cut here: it is no record, and would take
+all the memory."""
 
 
 class TrafficFileError(CaptureError):
@@ -59,18 +62,25 @@ def _listed(directory: Path) -> list[Path]:
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Number (from 1) and bytes, line end included, of every line; without a byte order mark.
 
-    Raises TrafficFileError.
+    Of a line longer than LONGEST_LINE its beginning. Raises TrafficFileError.
     """
     import zstandard
 
     try:
         with _open(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines(file), start=1):
                 yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
     except OSError as error:
         raise TrafficFileError(f"cannot read {path}: {error.strerror or error}") from error
     except zstandard.ZstdError as error:
         raise TrafficFileError(f"cannot decompress {path}: {error}") from error
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    while line := file.readline(LONGEST_LINE):
+        yield line
+        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -137,6 +137,8 @@ def _print_comparisons(comparisons: list[Comparison], new: Profile, baseline: Pr
     Console().print(table)
     drifted = [item.feature for item in comparisons if item.verdict == "drift"]
     verdict = f"drifted: {', '.join(drifted)}" if drifted else "no drift"
+    if all(item.verdict == "too few" for item in comparisons):
+        verdict = "nothing compared: too few records"
     typer.echo(f"{verdict} ({baseline.records:,} records -> {new.records:,})")
 
 

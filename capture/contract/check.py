@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pydantic_core
 
 from capture.contract.schema import traffic_schema
+from capture.contract.shown import printable
 from capture.traffic import TrafficRecord
 from capture.traffic_files import numbered_lines, traffic_files
 
@@ -168,12 +169,7 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:
     where = "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path
     )
-    yield _printable(where.removeprefix(".")), _printable(_reason(error))
-
-
-def _printable(text: str) -> str:
-    """`text` without what would steer a terminal."""
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+    yield printable(where.removeprefix(".")), printable(_reason(error))
 
 
 def _reason(error: ValidationError) -> str:

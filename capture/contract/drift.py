@@ -8,11 +8,13 @@ records every difference is significant, so a drift also needs a size that matte
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from capture.contract.language import language_of
+from capture.contract.shown import printable
 
 Record = dict[str, Any]
 Verdict = Literal["drift", "same", "too few"]
@@ -21,7 +23,9 @@ SAMPLE = 20_000
 LANGUAGE_SAMPLE = 2_000
 MIN_RECORDS = 20
 MIN_EXPECTED = 5.0
-OTHER = "(other)"
+LONGEST_NAME = 40
+LARGEST = sys.float_info.max
+"""JSON knows larger integers; they are no lengths."""
 
 
 @dataclass(slots=True)
@@ -46,7 +50,7 @@ class Profile:
         if (self.records - 1) % self._stride:
             return
         for name, value in _numbers(record).items():
-            if value is not None and math.isfinite(value):
+            if value is not None and abs(value) <= LARGEST:
                 self.numbers[name].append(float(value))
         self._kept += 1
         if self._kept >= SAMPLE:
@@ -193,7 +197,8 @@ def _category(name: str, new: Profile, baseline: Profile) -> Found:
         return name, "chi-square", 0.0, math.nan, f"{total_before} and {total} values"
     table = _table(values, before)
     if len(table[0]) < 2:
-        return name, "chi-square", 0.0, 1.0, f"always {next(iter(values))!s:.40}"
+        only = f"always {_shown(next(iter(values)))}" if len(values | before) == 1 else "all rare"
+        return name, "chi-square", 0.0, 1.0, only
     result = chi2_contingency(table, correction=False)
     size = math.sqrt(float(result.statistic) / (total + total_before))
     return name, "chi-square", size, float(result.pvalue), _largest_shift(values, before)
@@ -221,4 +226,8 @@ def _largest_shift(values: Counter[str], before: Counter[str]) -> str:
     shifts = {name: values[name] / total - before[name] / total_before for name in values | before}
     name = max(shifts, key=lambda key: abs(shifts[key]))
     shown = [f"{counts[name] / counts.total():.1%}" for counts in (before, values)]
-    return f"{name!s:.40} {shown[0]} -> {shown[1]}"
+    return f"{_shown(name)} {shown[0]} -> {shown[1]}"
+
+
+def _shown(value: str) -> str:
+    return printable(value)[:LONGEST_NAME]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from capture.contract import check
 from capture.contract.check import check_files
 from capture.contract.compatibility import compare
 from capture.contract.drift import Profile, compare_profiles, holm
+from capture.contract.language import language_of
 from capture.contract.schema import published_schema, read_schema, traffic_schema
 from capture.traffic import TrafficRecord
 from capture.traffic_files import TrafficFileError, numbered_lines, traffic_files
@@ -228,6 +230,18 @@ def test_compressed_and_unfinished_files_are_read(tmp_path: Path) -> None:
         check_files(tmp_path)
 
 
+def test_of_a_line_beyond_all_measure_only_the_beginning_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.traffic_files.LONGEST_LINE", 2000)
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(line(1) + b"x" * 9999 + b"\n" + line(2) + b"y" * 2000 + b"\n" + b"z" * 4000)
+    found = list(numbered_lines(path))
+    assert [number for number, _ in found] == [1, 2, 3, 4, 5]
+    assert max(len(part) for _, part in found) == 2000
+    assert check_files(path).broken_lines == 3
+
+
 def test_a_file_renamed_while_it_is_read_is_found_under_its_later_name(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.part").write_bytes(line(1))
     (listed,) = traffic_files(tmp_path)
@@ -243,14 +257,23 @@ def test_no_traffic_is_an_error_with_the_way_out(tmp_path: Path) -> None:
         traffic_files(tmp_path / "nowhere")
 
 
+@pytest.fixture
+def quick_languages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text's language is told once: the profiles here hold two texts."""
+    monkeypatch.setattr("capture.contract.drift.language_of", cache(language_of))
+
+
 def profile(count: int, seed: int, **changes: Any) -> Profile:
     draw = random.Random(seed)
     result = Profile()
-    for number in range(count):
+    valid = json.loads(line(1))
+    for _ in range(count):
         tokens = max(1, int(draw.lognormvariate(5, 1) * changes.get("longer", 1)))
         tenant = draw.choices(["a", "b", "c"], changes.get("mix", (6, 3, 1)))[0]
-        item = json.loads(line(number))
-        item |= {"tenant": tenant, "usage": {"prompt_tokens": tokens, "completion_tokens": 9}}
+        item = valid | {
+            "tenant": tenant,
+            "usage": {"prompt_tokens": tokens, "completion_tokens": 9},
+        }
         text = "Where is the nearest railway station in this town?"
         foreign = "Wo ist denn hier in der Stadt der nächste Bahnhof, bitte?"
         german = draw.random() < changes.get("german", 0.1)
@@ -263,6 +286,7 @@ def drifted(new: Profile, baseline: Profile) -> set[str]:
     return {item.feature for item in compare_profiles(new, baseline) if item.verdict == "drift"}
 
 
+@pytest.mark.usefixtures("quick_languages")
 def test_drift_is_found_where_it_is_and_nowhere_else() -> None:
     baseline = profile(1500, 1)
     assert drifted(profile(1500, 2), baseline) == set()
@@ -271,10 +295,30 @@ def test_drift_is_found_where_it_is_and_nowhere_else() -> None:
     assert {"language"} <= drifted(profile(1500, 5, german=0.6), baseline)
 
 
+@pytest.mark.usefixtures("quick_languages")
 def test_the_same_distribution_rarely_drifts_over_many_tests() -> None:
     baseline = profile(300, 100)
     false_alarms = sum(bool(drifted(profile(300, seed), baseline)) for seed in range(20))
     assert false_alarms <= 1
+
+
+def test_categories_that_are_all_rare_say_so() -> None:
+    profiles = Profile(), Profile()
+    for side, found in enumerate(profiles):
+        for number in range(50):
+            found.add(json.loads(line(number, tenant=f"{side}-{number}")))
+    (tenant,) = (item for item in compare_profiles(*profiles) if item.feature == "tenant")
+    assert (tenant.verdict, tenant.detail) == ("same", "all rare")
+
+
+def test_numbers_that_no_float_holds_are_left_out_of_the_comparison(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    usage = {"prompt_tokens": 10**400, "completion_tokens": 1}
+    path.write_bytes(broken(1, usage=usage))
+    found = Profile()
+    assert check_files(path, found.add).broken_lines == 0
+    assert dict(found.numbers)["output tokens"] == [1.0]
+    assert "prompt tokens" not in found.numbers
 
 
 def test_few_records_are_not_judged() -> None:
@@ -312,6 +356,12 @@ def test_the_command_reports_and_exits_by_what_it_found(tmp_path: Path) -> None:
     result = run(app, ["traffic", "check", str(other), "--baseline", str(good)])
     assert result.exit_code == 2
     assert "drifted: tenant" in result.stdout
+    result = run(app, ["traffic", "check", str(good), "--baseline", str(bad)])
+    assert "nothing compared: too few records" in result.stdout
+    other.write_bytes(b"".join(broken(number, tenant="\x1b[2J\ud800") for number in range(60)))
+    result = run(app, ["traffic", "check", str(other), "--baseline", str(good)])
+    assert result.exit_code == 2
+    assert "\x1b[2J" not in result.stdout
     report = json.loads(run(app, ["traffic", "check", str(bad), "--json"]).stdout)
     assert report["broken_lines"] == 1
     schema = tmp_path / "schema.json"
