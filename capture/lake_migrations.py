@@ -25,6 +25,12 @@ FIRST_WAIT_S = 0.05
 OPTIONS = {"parquet_compression": "zstd", "parquet_row_group_size": "1000000"}
 """Options of the lake itself, kept in its catalog. Large row groups save a byte a token."""
 
+_COMMENTS = """
+SELECT table_name, NULL, comment FROM duckdb_tables() WHERE database_name = 'lake'
+UNION ALL
+SELECT table_name, column_name, comment FROM duckdb_columns() WHERE database_name = 'lake'
+"""
+
 # Frozen: the tables as they were when the version was new. `capture.schema` goes on changing.
 STEPS: dict[int, tuple[str, ...]] = {
     2: (
@@ -74,12 +80,25 @@ def migrate(connection: duckdb.DuckDBPyConnection, lake: str) -> bool:
     the place in messages.
     """
     changed = False
-    while (stored := stored_version(connection)) != (SCHEMA_VERSION, definitions_digest()):
+    while not _is_current(stored := stored_version(connection), connection):
         if stored is not None:
             refuse_newer(stored[0], lake)
         _take_step(connection, stored, lake)
         changed = True
     return _set_options(connection, lake) or changed
+
+
+def _is_current(stored: tuple[int, str] | None, connection: duckdb.DuckDBPyConnection) -> bool:
+    """Whether the tables are this version's, and its views are or once were in the lake.
+
+    Once replaced, they were replaced by a newer build's. Two builds that each put theirs back would
+    do so at every start, and each time make the commits of the other fail.
+    """
+    if stored is None or stored[0] != SCHEMA_VERSION:
+        return False
+    query = "SELECT count(*) FROM schema_versions WHERE version = ? AND definitions = ?"
+    row = connection.execute(query, [SCHEMA_VERSION, definitions_digest()]).fetchone()
+    return row is not None and row[0] > 0
 
 
 def _take_step(
@@ -135,10 +154,16 @@ def _run_step(connection: duckdb.DuckDBPyConnection, stored: tuple[int, str] | N
 
 
 def _describe(connection: duckdb.DuckDBPyConnection) -> None:
-    """This version's comments on tables and columns, its views and macros."""
+    """This version's comments on tables and columns, its views and macros.
+
+    A comment that is there already stays: setting it alters its table, and a commit of another
+    collector that adds rows to it at this moment would fail.
+    """
+    present = set(connection.execute(_COMMENTS).fetchall())
     for table in TABLES:
-        for statement in table.comments:
-            connection.execute(statement)
+        for column, comment, statement in table.comments:
+            if (table.name, column, comment) not in present:
+                connection.execute(statement)
     for view in VIEWS:
         connection.execute(view.ddl)
 

@@ -40,8 +40,11 @@ GROUP BY ALL ORDER BY minute, r.class_key, position_bucket, latency_bin
 """
 _MARK = """
 SELECT coalesce(max(step_id), 0),
-    coalesce(max(emitted_from), (SELECT min(arrived_at) FROM requests WHERE engine_id = $engine::UUID),
-        TIMESTAMP '1970-01-01')
+    coalesce(
+        max(emitted_from),
+        (SELECT min(arrived_at) FROM requests WHERE engine_id = $engine::UUID),
+        TIMESTAMP '1970-01-01'
+    )
 FROM rollup_marks WHERE engine_id = $engine::UUID
 """
 _SET_MARK = f"""

@@ -34,14 +34,17 @@ class Table:
         return f"CREATE TABLE IF NOT EXISTS {self.name} ({body})"
 
     @property
-    def comments(self) -> list[str]:
-        """Statements that attach the comments, for those who explore with `duckdb_columns()`."""
-        statements = [f"COMMENT ON TABLE {self.name} IS {_quoted(self.comment)}"]
+    def comments(self) -> list[tuple[str | None, str, str]]:
+        """Column (None: the table), comment, and the statement that attaches it, for those who
+        explore with `duckdb_columns()`."""
+        found: list[tuple[str | None, str, str]] = [
+            (None, self.comment, f"COMMENT ON TABLE {self.name} IS {_quoted(self.comment)}")
+        ]
         for column in self.columns:
-            statements.append(
-                f"COMMENT ON COLUMN {self.name}.{column.name} IS {_quoted(column.comment)}"
-            )
-        return statements
+            place = f"{self.name}.{column.name}"
+            statement = f"COMMENT ON COLUMN {place} IS {_quoted(column.comment)}"
+            found.append((column.name, column.comment, statement))
+        return found
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from capture.overview import LATENCY_OVERVIEW
+from capture.heatmaps import LATENCY_HEATMAP, LATENCY_OVERVIEW
 from capture.schema import TABLES, Column, View
 from capture.why.macro import WHY
 
@@ -94,49 +94,11 @@ ORDER BY g.gap_ms DESC
     parameters="wanted",
 )
 
-LATENCY_HEATMAP = View(
-    "latency_heatmap",
-    "Latency of tokens by the arrival of their request and their position in the output. Cells "
-    "without tokens have no row. First tokens (TTFT) are left out.",
-    (
-        Column("time_bin", "BIGINT", "0 .. time_bins - 1"),
-        Column("time_start", "TIMESTAMP", "start of the time bin"),
-        Column("position_bin", "BIGINT", "0 .. position_bins - 1"),
-        Column("position_start, position_end", "BIGINT", "positions in the bin, both included"),
-        Column("latency_ms", "DOUBLE", "the quantile of the time since the previous token"),
-        Column("tokens", "BIGINT", "tokens in the cell"),
-    ),
-    """
-WITH shape AS (
-    SELECT epoch_us(from_ts::TIMESTAMP) AS start_us,
-        epoch_us(to_ts::TIMESTAMP) - epoch_us(from_ts::TIMESTAMP) AS span_us,
-        greatest(1, ceil((coalesce(max(t.position), 0) + 1) / position_bins))::BIGINT AS height
-    FROM tokens AS t WHERE t.emitted_at >= from_ts::TIMESTAMP
-), cells AS (
-    SELECT (epoch_us(r.arrived_at) - shape.start_us) * time_bins // shape.span_us AS x,
-        t.position // shape.height AS y, quantile_cont(t.latency_us, quantile) / 1000 AS latency_ms,
-        count(*) AS tokens
-    FROM tokens AS t JOIN requests AS r ON r.engine_id = t.engine_id AND r.slot = t.slot, shape
-    WHERE t.emitted_at >= from_ts::TIMESTAMP AND NOT t.is_first
-        AND r.arrived_at >= from_ts::TIMESTAMP AND r.arrived_at < to_ts::TIMESTAMP
-    GROUP BY ALL
-)
-SELECT x AS time_bin,
-    make_timestamp((start_us + ceil(x * span_us / time_bins))::BIGINT) AS time_start,
-    y AS position_bin, y * height AS position_start, (y + 1) * height - 1 AS position_end,
-    latency_ms, tokens
-FROM cells, shape ORDER BY time_bin, position_bin
-""",
-    "SELECT * FROM latency_heatmap(\n"
-    "    (SELECT min(arrived_at) FROM requests), now()::TIMESTAMP, 60, 40, 0.99)",
-    parameters="from_ts, to_ts, time_bins, position_bins, quantile",
-)
-
 VIEWS = (REQUEST_LATENCY, TOKEN_GAPS, SLOW_TOKENS, LATENCY_HEATMAP, LATENCY_OVERVIEW, WHY)
 
 
 def definitions_digest() -> str:
     """Changes whenever a view, macro or comment does, so that a lake's stored ones are replaced."""
-    comments = [comment for table in TABLES for comment in table.comments]
+    comments = [statement for table in TABLES for *_, statement in table.comments]
     text = "\n".join([*comments, *(view.ddl for view in VIEWS)])
     return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()

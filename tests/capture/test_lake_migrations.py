@@ -15,8 +15,9 @@ from capture.collector import Collector
 from capture.errors import LakeVersionError
 from capture.lake import LakePlace, attach, connect, open_connection, prepare_place
 from capture.lake_migrations import STEPS, stored_version
-from capture.schema import SCHEMA_VERSION
+from capture.schema import SCHEMA_VERSION, TABLES
 from capture.views import VIEWS, definitions_digest
+from tests.capture.lakes import copied
 from tests.capture.rings import engine
 from tests.migrations.postgres import postgres_server
 
@@ -40,11 +41,16 @@ def write_version_1(place: LakePlace) -> None:
         lake.execute(f"BEGIN; {VERSION_1}; COMMIT")
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> LakePlace:
-    found = new_place(tmp_path)
+@pytest.fixture(scope="module")
+def version_1(tmp_path_factory: pytest.TempPathFactory) -> LakePlace:
+    found = new_place(tmp_path_factory.mktemp("version_1"))
     write_version_1(found)
     return found
+
+
+@pytest.fixture
+def place(version_1: LakePlace, tmp_path: Path) -> LakePlace:
+    return copied(version_1, new_place(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,40 @@ def test_an_upgrade_is_done_once(place: LakePlace) -> None:
             1,
             SCHEMA_VERSION,
         )
+
+
+def test_two_builds_with_other_views_do_not_replace_them_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start of either, and each reconnection, would rewrite what both use."""
+    place = new_place(tmp_path)
+    for digest in ("older", "newer", "older", "newer"):
+        monkeypatch.setattr("capture.lake_migrations.definitions_digest", lambda d=digest: d)
+        open_connection(place, read_only=False).close()
+    with open_connection(place) as lake:
+        history = "SELECT definitions FROM schema_versions ORDER BY applied_at"
+        assert lake.execute(history).fetchall() == [("older",), ("newer",)]
+
+
+def test_a_build_with_other_views_disturbs_no_commit(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = LakePlace(new_database(server, "shared"), str(tmp_path))
+    with open_connection(place, read_only=False) as collector:
+        collector.execute("BEGIN")
+        for table in TABLES:
+            columns = ", ".join(_any_value(column.type) for column in table.columns)
+            collector.execute(f"INSERT INTO {table.name} SELECT {columns}")
+        monkeypatch.setattr("capture.lake_migrations.definitions_digest", lambda: "another")
+        open_connection(place, read_only=False).close()
+        collector.execute("COMMIT")
+        assert only(collector, "SELECT count(*) FROM marks") == (1,)
+
+
+def _any_value(sql_type: str) -> str:
+    kind = sql_type.removesuffix(" NOT NULL")
+    text = {"UUID": "uuid()::VARCHAR", "TIMESTAMP": "'2026-03-01'"}.get(kind, "'1'")
+    return f"{text}::{kind}"
 
 
 def test_an_upgrade_that_fails_changes_nothing(

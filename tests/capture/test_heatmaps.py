@@ -1,4 +1,4 @@
-"""The wide heat map agrees with the exact one within its stated error, rolled up or not."""
+"""The heat maps: the wide one is the exact one within its stated error; both refuse nonsense."""
 
 from __future__ import annotations
 
@@ -127,3 +127,50 @@ def test_bins_are_whole_minutes_of_equal_length(lake: duckdb.DuckDBPyConnection)
 def test_a_time_without_tokens_has_no_cells(lake: duckdb.DuckDBPyConnection) -> None:
     nothing = "SELECT * FROM latency_overview('2001-01-01', '2001-01-02', 5, 10, 0.5)"
     assert lake.execute(nothing).fetchall() == []
+
+
+MACROS = pytest.mark.parametrize("macro", ["latency_heatmap", "latency_overview"])
+
+
+@MACROS
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        (0, datetime.max, "from_ts .* is later than to_ts"),
+        (1, datetime.min, "from_ts .* is later than to_ts"),
+        (1, "infinity", "must be finite"),
+        (2, 0, "time_bins must be a whole number from 1 to 1000000, it is 0"),
+        (2, -3, "time_bins .* it is -3"),
+        (2, 2.5, "time_bins .* it is 2.5"),
+        (2, None, "time_bins .* it is NULL"),
+        (2, 1_000_001, "time_bins .* it is 1000001"),
+        (3, 0, "position_bins must be a whole number from 1 to 1000000, it is 0"),
+        (3, None, "position_bins .* it is NULL"),
+        (4, -0.5, "quantile must be a number from 0 to 1, it is -0.5"),
+        (4, 99, "(?i)quantile"),
+        (4, None, "(?i)quantile .*NULL"),
+    ],
+)
+def test_arguments_that_make_no_map_are_refused_by_name(
+    lake: duckdb.DuckDBPyConnection, macro: str, place: int, value: object, reason: str
+) -> None:
+    asked: list[object] = [*WHOLE, 10, 10, 0.5]
+    asked[place] = value
+    with pytest.raises(duckdb.Error, match=reason):
+        lake.execute(f"SELECT * FROM {macro}(?, ?, ?, ?, ?)", asked).fetchall()
+
+
+@MACROS
+def test_a_period_too_long_for_its_bins_is_refused_and_a_long_one_drawn(
+    lake: duckdb.DuckDBPyConnection, macro: str
+) -> None:
+    long = f"SELECT sum(tokens) FROM {macro}('0001-01-01', '9999-12-31', ?, 10, 0.5)"
+    with pytest.raises(duckdb.Error, match="too long for 1000000 time_bins"):
+        lake.execute(long, [1_000_000]).fetchall()
+    assert lake.execute(long, [10]).fetchall() == [(3 * REQUESTS * (OUTPUT - 1),)]
+
+
+@MACROS
+@pytest.mark.parametrize("period", ["NULL, NULL", "NULL, now()", "'2026-03-01', '2026-03-01'"])
+def test_no_period_holds_nothing(lake: duckdb.DuckDBPyConnection, macro: str, period: str) -> None:
+    assert lake.execute(f"SELECT * FROM {macro}({period}, 10, 10, 0.5)").fetchall() == []
