@@ -8,6 +8,7 @@ not safe for several threads: give each its own with `new_cursor`. Not for writi
 from __future__ import annotations
 
 import importlib.util
+import re
 import sqlite3
 import time
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ READER_BUSY_MS = 5000
 WRITER_BUSY_MS = 1000  # the collector waits by itself, and says so
 CREATION_WAITS_S = (0.05, 0.2, 0.8)
 NAME = "lake"
+_PASSWORD_PARAMETER = re.compile(r"""(?i)(\bpassword=)[^&\s"']*""")
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,19 @@ class LakePlace:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> LakePlace:
+        """Raises LakeError when the catalog is a URL of another kind."""
         home = settings.lake.resolve()
         catalog = settings.lake_catalog or str(home / "catalog.sqlite")
         data = settings.lake_data or str(home / "data")
         if not _is_postgres(catalog):
-            catalog = str(Path(catalog.removeprefix("sqlite:///")).resolve())
+            file = catalog.removeprefix("sqlite:///")
+            scheme, separator, _ = file.partition("://")
+            if separator:
+                raise LakeError(
+                    f"the lake's catalog is a {scheme}:// URL: it must be a SQLite file or a "
+                    "postgresql:// URL"
+                )
+            catalog = str(Path(file).resolve())
         if "://" not in data:
             data = str(Path(data).resolve())
         return cls(catalog, data)
@@ -55,11 +65,11 @@ class LakePlace:
 
     @property
     def described(self) -> str:
-        """For messages: a URL without its password."""
+        """For messages: a URL without user and password."""
         if not _is_postgres(self.catalog):
             return self.catalog
         scheme, _, rest = self.catalog.partition("://")
-        return f"{scheme}://{rest.rpartition('@')[2]}"
+        return _PASSWORD_PARAMETER.sub(r"\1***", f"{scheme}://{rest.rpartition('@')[2]}")
 
     @property
     def password(self) -> str | None:
@@ -135,6 +145,8 @@ def connect(place: LakePlace, *, threads: int | None = None) -> duckdb.DuckDBPyC
         "autoload_known_extensions": False,
     }
     if threads is not None:
+        if threads < 1:
+            raise LakeError(f"threads is {threads}: DuckDB needs at least 1")
         config["threads"] = threads
     connection = duckdb.connect(config=config)
     scanner = "sqlite_scanner" if place.catalog_file is not None else "postgres_scanner"
@@ -189,6 +201,7 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
         reason = _explained(first_line(error), file)
         if place.password:
             reason = reason.replace(place.password, "***")
+        reason = _PASSWORD_PARAMETER.sub(r"\1***", reason)
         raise LakeError(f"cannot open the lake at {place.described}: {reason}") from None
 
 
@@ -228,6 +241,8 @@ def prepare_place(place: LakePlace) -> None:
     """
     file = place.catalog_file
     try:
+        if file is not None and file.is_dir():
+            raise LakeError(f"the lake's catalog {file} is a directory: name a file in it")
         if file is not None and file.exists():
             return  # and no new directory either: a lost one must be noticed
         if "://" not in place.data:
@@ -270,6 +285,8 @@ def require_catalog(place: LakePlace) -> None:
     file = place.catalog_file
     try:
         found = file is None or file.exists()
+        if file is not None and file.is_dir():
+            raise LakeError(f"the lake's catalog {file} is a directory: name the file in it")
     except OSError as error:
         raise LakeError(f"cannot look for the lake at {file}: {error.strerror}") from error
     if not found:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from capture.errors import LakeError, QueryError, first_line
 from capture.lake import LakePlace, new_cursor, open_connection
+from capture.query import checked_text
 from capture.settings import Settings
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Lake:
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._closed = False
 
     def sql(
         self, query: str, params: Sequence[object] | Mapping[str, object] | None = None
@@ -61,21 +63,28 @@ class Lake:
         """Run one query; `params` fill its `?` (a sequence) or `$name` (a mapping).
 
         Each call sees what was committed before it. Raises QueryError when the query is wrong or
-        would write.
+        would write, or when the lake was closed.
         """
         import duckdb
 
+        checked_text(query)
         try:
             with self._lock:
+                if self._closed:
+                    raise QueryError("the lake was closed: open it again with open_lake()")
                 cursor = new_cursor(self._connection)
             with closing(cursor):
-                return Rows(cursor.execute(query, params).to_arrow_table())
+                found: duckdb.DuckDBPyConnection | None = cursor.execute(query, params)
+                if found is None:
+                    raise QueryError("the query is empty")
+                return Rows(found.to_arrow_table())
         except duckdb.Error as error:
             raise QueryError(first_line(error)) from error
 
     def close(self) -> None:
-        """Let go of the lake; what `sql` returned stays."""
+        """Let go of the lake, after the queries of other threads; what `sql` returned stays."""
         with self._lock:
+            self._closed = True
             self._connection.close()
 
     def __enter__(self) -> Lake:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import polars as pl
@@ -100,6 +101,41 @@ def test_a_query_that_is_wrong_or_writes_is_a_clear_error(
     with open_lake() as lake, pytest.raises(QueryError, match=reason) as caught:
         lake.sql(query)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("query", ["", " ; ", "-- only a comment"])
+def test_an_empty_query_is_a_clear_error(home: Path, query: str) -> None:
+    with open_lake() as lake, pytest.raises(QueryError, match="the query is empty"):
+        lake.sql(query)
+
+
+def test_a_closed_lake_says_so(home: Path) -> None:
+    lake = open_lake()
+    lake.close()
+    lake.close()
+    with pytest.raises(QueryError, match="was closed: open it again"):
+        lake.sql("FROM marks")
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ({"catalog": "mysql://me:secret@db/lake"}, "is a mysql:// URL: it must be a SQLite file"),
+        ({"catalog": "/"}, "catalog / is a directory"),
+        ({"threads": 0}, "threads is 0"),
+    ],
+)
+def test_what_cannot_be_opened_is_named(home: Path, named: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LakeError, match=reason) as caught:
+        open_lake(**named)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ['it\'s "here"; 100% #1', "ünï 日本"])
+def test_a_home_may_have_any_name(tmp_path: Path, name: str) -> None:
+    open_connection(Settings(home=tmp_path / name), read_only=False).close()
+    with open_lake(tmp_path / name) as lake:
+        assert len(lake.sql("FROM requests")) == 0
 
 
 @pytest.mark.parametrize(("library", "method"), [("pandas", "df"), ("polars", "pl")])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 from uuid import UUID
 
 import pytest
@@ -33,10 +34,27 @@ def test_an_empty_database_is_no_lake_yet(place: LakePlace) -> None:
         open_connection(place)
 
 
-def test_a_server_that_is_not_there_is_a_clear_error() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:secret@localhost:1/x",
+        "postgresql://me@localhost:1/x?password=secret",
+        "postgresql://me@localhost:1/x?connect_timeout=3&password=secret&sslmode=disable",
+    ],
+)
+def test_a_server_that_is_not_there_is_a_clear_error_without_the_password(url: str) -> None:
     with pytest.raises(LakeError, match="cannot open the lake at postgresql://localhost:1/x") as e:
-        open_connection(LakePlace("postgresql://me:secret@localhost:1/x", "/tmp"))
+        open_connection(LakePlace(url, "/tmp"))
     assert "secret" not in str(e.value)
+    assert "secret" not in LakePlace(url, "/tmp").described
+
+
+def test_a_password_may_hold_any_character(place: LakePlace) -> None:
+    open_connection(place, read_only=False).close()
+    password = quote("p@ss:w/o?r#d 'x' 100%", safe="")
+    named = LakePlace(place.catalog.replace("inferloop@", f"inferloop:{password}@"), place.data)
+    with open_connection(named) as lake:
+        assert lake.execute("SELECT count(*) FROM schema_versions").fetchone() == (1,)
 
 
 def test_user_sql_does_not_see_the_password(place: LakePlace) -> None:
