@@ -21,7 +21,6 @@ from benchmarks.trace_lake import write_lake
 from capture.lake import LakePlace, open_connection
 from capture.schema import TABLES
 from capture.settings import Settings
-from capture.upkeep import merge
 
 if TYPE_CHECKING:
     import duckdb
@@ -58,9 +57,7 @@ def _arguments() -> argparse.Namespace:
 def _made(arguments: argparse.Namespace, home: Path) -> LakePlace:
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
     with open_connection(place, read_only=False) as lake:
-        lake.execute("SET ducklake_default_data_inlining_row_limit = 0")
         write_lake(lake, arguments.data, arguments.tokens)
-        merge(lake)
     return place
 
 

@@ -15,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capture.ingest import LOGPROB_BITS, MARGIN_BITS, rounded
+from capture.retention import METADATA
 from capture.rollup import ALL_STEPS, roll_up
+from capture.rollup_schedule import ROLLUP_S, ROLLUP_TOKENS
+from capture.upkeep import merge
 
 if TYPE_CHECKING:
     import duckdb
 
 START = np.datetime64("2026-01-01T00:00:00", "us")
 CHUNK_TOKENS = 4_000_000
-ROLL_S = 600.0
-"""The collector does it ten times as often, which makes about a third more rows."""
 BASE_MS, PER_REQUEST_MS, PREFILL_MS = 12.0, 0.15, 0.05
 """Of a step: alone, for each running request, for each prompt token."""
 VALUES = 1 << 20
@@ -121,7 +122,9 @@ def read_arrivals(data: Path) -> dict[str, Arrivals]:
 
 
 def write_lake(lake: duckdb.DuckDBPyConnection, data: Path, tokens: int) -> None:
-    """Fill the lake with about `tokens` tokens: an engine and a class for each recording."""
+    """Fill the lake with about `tokens` tokens, an engine and a class for each recording, and merge
+    its files as the collector's upkeep does."""
+    lake.execute("SET ducklake_default_data_inlining_row_limit = 0")  # as the collector
     recordings = read_arrivals(data)
     lake.register("made_values", _values())
     total = sum(found.tokens for found in recordings.values())
@@ -129,6 +132,16 @@ def write_lake(lake: duckdb.DuckDBPyConnection, data: Path, tokens: int) -> None
         share = max(1, tokens * found.tokens // total)
         _write_engine(lake, str(UUID(int=number)), name, found.repeated(share))
     lake.unregister("made_values")
+    _merge_all(lake)
+
+
+def _merge_all(lake: duckdb.DuckDBPyConnection) -> None:
+    """The collector's merges, each of a bounded number of files, until one changes nothing."""
+    listed = f"SELECT count(*) FROM {METADATA}.ducklake_data_file WHERE end_snapshot IS NULL"
+    files, before = lake.execute(listed).fetchone(), None
+    while files != before:
+        merge(lake)
+        files, before = lake.execute(listed).fetchone(), files
 
 
 def _values() -> dict[str, NDArray[Any]]:
@@ -199,18 +212,22 @@ def _write_tokens(
     first_step: NDArray[np.int64],
     output: NDArray[np.int64],
 ) -> None:
-    """In chunks of whole steps, each rolled up minute by minute as the collector does."""
+    """In chunks of whole steps, each rolled up as often as the collector does."""
     last = int((first_step + output).max())
     per_step = np.bincount(first_step, minlength=last + 1) - np.bincount(
         first_step + output, minlength=last + 1
     )
     made = np.cumsum(np.cumsum(per_step))
     chunks = np.searchsorted(made, np.arange(CHUNK_TOKENS, made[-1], CHUNK_TOKENS)).tolist()
-    minutes = np.searchsorted(ended_us, np.arange(1, ended_us[-1] / 1e6 / ROLL_S) * ROLL_S * 1e6)
+    ticks_us = 1e6 * ROLLUP_S * np.arange(1, ended_us[-1] / 1e6 / ROLLUP_S)
+    due = np.union1d(
+        np.searchsorted(ended_us, ticks_us),
+        np.searchsorted(made, np.arange(ROLLUP_TOKENS, made[-1], ROLLUP_TOKENS)),
+    )
     before = 0
     for end in [*chunks, last]:
         lake.execute(_TOKENS, {"engine": engine, "from": before, "to": end})
-        for step in minutes[(minutes > before) & (minutes < end)].tolist():
+        for step in due[(due > before) & (due < end)].tolist():
             roll_up(lake, engine, step)
         before = end
     roll_up(lake, engine, ALL_STEPS)
