@@ -6,6 +6,11 @@ the error is for the user and not a defect.
 
 from __future__ import annotations
 
+import re
+
+LONGEST_MESSAGE = 500
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
 
 class CaptureError(Exception):
     """Base of all errors of this package."""
@@ -76,11 +81,16 @@ class QueryError(CaptureError):
 
 
 def first_line(error: Exception) -> str:
-    """What a DuckDB error says, without class, stack and query; of a failed commit the cause."""
+    """What a DuckDB error says, without class, stack and query; of a failed commit the cause.
+
+    Cut when it is long and without control characters: it may quote what a person wrote.
+    """
     text = str(error).strip()
     lines = [line for line in text.split("\n") if not line.startswith("DETAIL:")] or [text]
     line = lines[-1] if "Failed to commit" in lines[0] else lines[0]
-    line = line.partition("Error: ")[2] or line
+    line = _CONTROL.sub(" ", line.partition("Error: ")[2] or line)
+    if len(line) > LONGEST_MESSAGE:
+        line = f"{line[:LONGEST_MESSAGE]}..."
     return f"{line} (is the disk full?)" if line.endswith("disk I/O error") else line
 
 

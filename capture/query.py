@@ -179,7 +179,9 @@ def run_query(
 
 
 def checked_text(sql: str) -> str:
-    """`sql`; raises QueryError when it holds halves of characters."""
+    """`sql`; raises QueryError when it holds halves of characters or NUL, where parsers end."""
+    if "\0" in sql:
+        raise QueryError(f"the query holds a NUL at character {sql.index(chr(0)) + 1}")
     try:
         sql.encode()
     except UnicodeEncodeError as error:

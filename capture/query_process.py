@@ -49,6 +49,8 @@ def serve(
     place: LakePlace, limits: dict[str, Any], requests: Iterator[dict[str, Any]], output: IO[bytes]
 ) -> None:
     """Open the lake, then answer one query after the other until there are no more."""
+    import pyarrow  # noqa: F401  not in the time of the first query
+
     keep_catalog_open(place)
     shut(place)
     connection = sealed(place, limits["memory_mib"], limits["threads"])

@@ -13,16 +13,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capture.errors import QueryError, first_line
-from capture.lake import NAME
+from capture.lake import escaped
+from capture.views import VIEWS
 
 if TYPE_CHECKING:
     import duckdb
 
 _BLANK = r"(?:\s|/\*.*?\*/|--[^\n]*\n)"
 _EXPLAIN = re.compile(
-    rf"{_BLANK}*explain\b{_BLANK}*(?:analyze\b|\([^()]*\))?", re.IGNORECASE | re.DOTALL
+    r"\s*explain\b\s*(?:analyze\b|\([\w\s,]*\))?\s*(?=[a-z(])", re.IGNORECASE | re.ASCII
 )
-_PRAGMA = re.compile(rf"{_BLANK}*pragma\b", re.IGNORECASE | re.DOTALL)
+_EXPANDED = re.compile(rf"{_BLANK}*(pragma|import)\b", re.IGNORECASE | re.DOTALL)
 _PIVOT = re.compile(r"\bpivot\b", re.IGNORECASE)
 _CARET = re.compile(r"^LINE (\d+): (.*)\n( *)\^", re.MULTILINE)
 
@@ -30,7 +31,6 @@ TABLE_FUNCTIONS = frozenset(
     (
         "duckdb_columns",
         "duckdb_databases",
-        "duckdb_extensions",
         "duckdb_functions",
         "duckdb_keywords",
         "duckdb_memory",
@@ -46,12 +46,9 @@ TABLE_FUNCTIONS = frozenset(
         "ducklake_table_info",
         "ducklake_table_insertions",
         "generate_series",
-        "histogram",
-        "histogram_values",
         "json_each",
         "json_tree",
         "pg_timezone_names",
-        "pragma_table_info",
         "pragma_version",
         "range",
         "repeat",
@@ -59,7 +56,8 @@ TABLE_FUNCTIONS = frozenset(
         "unnest",
     )
 )
-"""Those that read no file, besides the lake's own macros."""
+"""Those that read no file and no table that is named by text, besides the lake's own macros."""
+MACROS = frozenset(view.name for view in VIEWS if view.parameters is not None)
 REFUSED_FUNCTIONS = frozenset(
     ("getenv", "json_execute_serialized_sql", "nextval", "query", "query_table", "write_log")
 )
@@ -76,26 +74,29 @@ def check_statement(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
     """Raise QueryError unless `sql` is one statement that reads the lake."""
     import duckdb
 
+    expanded = _EXPANDED.match(sql)  # parsing turns it into what it stands for
+    if expanded is not None:
+        raise QueryError(f"{expanded[1].upper()} is refused: use DESCRIBE, SHOW TABLES or SELECT")
     try:
         statements = connection.extract_statements(sql)
     except duckdb.Error as error:
         raise query_error(error, sql) from None
     if not statements:
         raise QueryError('there is no query: write one, such as  inferloop sql "FROM engines"')
-    if _PRAGMA.match(sql):
-        raise QueryError("PRAGMA is refused: use DESCRIBE, SHOW TABLES or SELECT")
     if len(statements) > 1:
         if _PIVOT.search(sql):
             raise QueryError("name the values to pivot on: PIVOT ... ON column IN ('a', 'b')")
         raise QueryError(f"one statement at a time, not {len(statements)}")
     kind = statements[0].type
     if kind == duckdb.StatementType.EXPLAIN:
-        inner = _EXPLAIN.sub("", sql, count=1)
-        _check_kind(connection.extract_statements(inner)[0].type)
-        _check_tree(connection, _tree(connection, inner))
-        return
-    _check_kind(kind)
-    _check_tree(connection, _tree(connection, sql))
+        explain = _EXPLAIN.match(sql)
+        if explain is None:  # comments nest and may end elsewhere than it seems
+            raise QueryError("write EXPLAIN or EXPLAIN ANALYZE first and then the query")
+        check_statement(connection, sql[explain.end() :])
+    elif kind == duckdb.StatementType.SELECT:
+        _check_tree(_tree(connection, sql))
+    else:
+        raise QueryError(f"the trace lake is read-only here: {kind.name} is refused, use SELECT")
 
 
 def query_error(error: duckdb.Error, sql: str) -> QueryError:
@@ -121,15 +122,10 @@ def error_place(message: str, sql: str) -> Place | None:
     return Place(number, max(column, 0) + 1)
 
 
-def _check_kind(kind: Any) -> None:
-    import duckdb
-
-    if kind != duckdb.StatementType.SELECT:
-        raise QueryError(f"the trace lake is read-only here: {kind.name} is refused, use SELECT")
-
-
 def _tree(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
-    (text,) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone() or ("{}",)
+    # Not as a parameter: the first one of a process has DuckDB import pandas.
+    answer = connection.execute(f"SELECT json_serialize_sql('{escaped(sql)}')").fetchone()
+    (text,) = answer or ("{}",)
     try:
         tree = json.loads(text)
     except RecursionError:
@@ -139,12 +135,12 @@ def _tree(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
     return tree
 
 
-def _check_tree(connection: duckdb.DuckDBPyConnection, tree: Any) -> None:
+def _check_tree(tree: Any) -> None:
     for node in _nodes(tree):
         kind = node.get("type")
         if kind == "TABLE_FUNCTION":
             name = str(node.get("function", {}).get("function_name", "")).lower()
-            if name not in TABLE_FUNCTIONS and name not in _macros(connection):
+            if name not in TABLE_FUNCTIONS and name not in MACROS:
                 raise QueryError(f"{name} is refused: only the lake can be read here")
         elif kind == "BASE_TABLE":
             for part in ("catalog_name", "schema_name"):
@@ -165,10 +161,3 @@ def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
             waiting.extend(value.values())
         elif isinstance(value, list):
             waiting.extend(value)
-
-
-def _macros(connection: duckdb.DuckDBPyConnection) -> set[str]:
-    rows = connection.execute(
-        "SELECT lower(function_name) FROM duckdb_functions() WHERE database_name = ?", [NAME]
-    ).fetchall()
-    return {name for (name,) in rows}

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
@@ -31,21 +30,6 @@ from tests.capture.rings import engine
 RUNAWAY = "SELECT sum(a.latency_us + b.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e"
 HUNGRY = "SELECT a.*, b.*, c.slot FROM tokens a, tokens b, tokens c ORDER BY a.slot + c.slot"
 COUNTED = ("engines", "requests", "finishes", "steps", "tokens", "events", "marks")
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
-    engine(home / "rings", requests=5, steps=40).close()
-    commit_rings(home)
-    (home / "secret").write_text("secret")
-    return home
-
-
-@pytest.fixture(scope="module")
-def session(home: Path) -> Iterator[QuerySession]:
-    with QuerySession(place_of(home), QueryLimits(timeout_s=1.0, memory_mib=128)) as session:
-        yield session
 
 
 def rows(session: QuerySession, query: str) -> list[dict[str, object]]:
@@ -69,7 +53,7 @@ ATTACKS = {
     "COPY tokens TO '{data}/evil.csv'": "COPY is refused",
     "COPY (FROM tokens) TO '{home}/evil.parquet'": "COPY is refused",
     "EXPLAIN ANALYZE COPY (SELECT 1) TO '{data}/evil.csv'": "COPY is refused",
-    "explain /* x */ (analyze, format json) COPY tokens TO '{data}/evil.csv'": "COPY is refused",
+    "explain (analyze, format json) COPY tokens TO '{data}/evil.csv'": "COPY is refused",
     "EXPORT DATABASE '{data}/evil'": "EXPORT is refused",
     "FROM enable_logging(storage := 'file', storage_path := '{data}')": "enable_logging is refused",
     # other databases and extensions
@@ -100,6 +84,14 @@ ATTACKS = {
     'SELECT * FROM "query" /* x */ (1)': "query is refused",
     "FROM query_table('tokens')": "query_table is refused",
     "FROM json_execute_serialized_sql(json_serialize_sql('SELECT 1'))": "is refused",
+    # what is run is what was judged: comments nest
+    "EXPLAIN /* /* */ SELECT 1 -- */ ANALYZE FROM glob('*')": "write EXPLAIN or EXPLAIN ANALYZE",
+    "/* /* */ EXPLAIN SELECT 1 -- */ EXPLAIN FROM glob('*')": "write EXPLAIN or EXPLAIN ANALYZE",
+    "SELECT 1 \0 FROM glob('*')": "NUL at character 10",
+    # tables named by text
+    "FROM histogram(__ducklake_metadata_lake.ducklake_metadata, key)": "histogram is refused",
+    "FROM histogram_values('tokens', 'slot')": "histogram_values is refused",
+    "FROM pragma_table_info('__ducklake_metadata_lake.ducklake_metadata')": "is refused",
     # memory addresses as tables
     "FROM arrow_scan(1, 2, 3)": "arrow_scan is refused",
     "FROM pandas_scan(1)": "pandas_scan is refused",
@@ -128,6 +120,7 @@ ATTACKS = {
     "RESET memory_limit": "SET is refused",
     "PRAGMA database_list": "PRAGMA is refused",
     "/* x */ -- y\n pragma memory_limit = '9GB'": "PRAGMA is refused",
+    "IMPORT DATABASE '{data}'": "IMPORT is refused",
     "PREPARE p AS DELETE FROM tokens": "PREPARE is refused",
     "EXECUTE p": "EXECUTE is refused",
     # no query
@@ -135,6 +128,9 @@ ATTACKS = {
     " ; -- nothing": "there is no query",
     "SELEC 1": r"syntax error at or near .SELEC. \(line 1, column 1\)",
     "SELECT slot,\n nothing FROM tokens": r"nothing.* \(line 2, column 2\)",
+    # an error steers no terminal and fills none
+    "SELECT error(chr(27) || '[2J')": r"^ \[2J",
+    "SELECT error(repeat('x', 100000))": r"^x{500}\.\.\.$",
 }
 
 
@@ -177,6 +173,7 @@ def test_a_refusal_ends_the_command_with_an_error(home: Path) -> None:
         "SUMMARIZE tokens",
         "EXPLAIN SELECT 1",
         "EXPLAIN ANALYZE SELECT count(*) FROM tokens",
+        "explain\n(format json, analyze)(FROM tokens)",
         "VALUES (1)",
         "WITH x AS (FROM tokens) SELECT count(*) FROM x, range(3)",
         "FROM slow_tokens(3)",
@@ -198,10 +195,13 @@ def test_without_the_first_wall_the_others_hold(home: Path) -> None:
         "import json, sys\n"
         "from capture.lake import LakePlace\n"
         "from capture.query_process import keep_catalog_open, sealed, shut\n"
+        "from capture.statement import check_statement\n"
         "place = LakePlace(*sys.argv[1:3])\n"
         "keep_catalog_open(place)\n"
         "shut(place)\n"
         "lake = sealed(place, 128, 2)\n"
+        "check_statement(lake, 'FROM slow_tokens(1)')\n"
+        "assert 'pandas' not in sys.modules, 'the first query waits for nothing'\n"
         "for query in json.loads(sys.argv[3]):\n"
         "    try:\n"
         "        answer = lake.execute(query).fetchall()\n"

@@ -28,6 +28,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LakePlace]:
 ATTACKS = {
     "FROM __ducklake_metadata_lake.labels": "catalog's own tables are refused",
     "FROM __ducklake_metadata_lake.public.labels": "catalog's own tables are refused",
+    "FROM histogram(__ducklake_metadata_lake.public.labels, secret)": "histogram is refused",
+    "FROM histogram_values('__ducklake_metadata_lake.public.labels', 'secret')": "is refused",
     "FROM postgres_query('__ducklake_metadata_lake', 'SELECT * FROM labels')": "is refused",
     "FROM postgres_scan('host=/tmp', 'public', 'labels')": "is refused",
     "CALL postgres_execute('__ducklake_metadata_lake', 'DROP TABLE labels')": "CALL is refused",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -15,23 +14,13 @@ import yaml
 from capture.console.commands import COMMANDS
 from capture.query import QuerySession
 from cli.main import app, load_commands
-from tests.capture.lakes import commit_rings
-from tests.capture.rings import engine
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 PAGES = {name: (DOCS / name).read_text() for name in ("sql-guide.md", "exports.md")}
 
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuerySession]:
-    home = tmp_path_factory.mktemp("home")
-    engine(home / "rings", requests=3, steps=10).close()
-    with QuerySession(commit_rings(home)) as session:
-        yield session
 
 
 def test_the_guide_s_queries_run(session: QuerySession) -> None:

@@ -6,6 +6,9 @@ import csv
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,18 +18,24 @@ from typer.testing import CliRunner, Result
 import cli.collect
 import cli.sql  # noqa: F401  these add their commands to the app
 from capture.errors import LakeMissingError, QueryError
-from capture.query import QueryLimits, run_query
+from capture.lake import LakePlace, require_catalog
+from capture.query import QueryLimits, QuerySession, run_query
 from cli.main import app
-from tests.capture.lakes import commit_rings, place_of
-from tests.capture.rings import engine
+from tests.capture.lakes import place_of
+from tests.capture.sql.conftest import LIMITS
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
-    engine(home / "rings", requests=5, steps=40).close()
-    commit_rings(home)
-    return home
+@pytest.fixture(autouse=True)
+def _in_the_warm_process(session: QuerySession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command takes the tests' query process instead of starting one."""
+
+    @contextmanager
+    def taken(place: LakePlace, limits: QueryLimits | None = None) -> Iterator[QuerySession]:
+        require_catalog(place)
+        session.limits = replace(limits or LIMITS, timeout_s=10.0)
+        yield session
+
+    monkeypatch.setattr("capture.query.QuerySession", taken)
 
 
 def sql(home: Path, *arguments: str) -> Result:
@@ -78,12 +87,6 @@ def test_options_that_do_not_fit_are_one_clear_line(home: Path, tmp_path: Path) 
 def test_an_absent_lake_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(LakeMissingError, match="inferloop collect"):
         rows(tmp_path, "SELECT 1")
-
-
-def test_a_result_is_a_stream_that_may_be_left_early(home: Path) -> None:
-    endless = "SELECT a.slot FROM tokens a, tokens b, tokens c"
-    with run_query(place_of(home), endless) as reader:
-        assert reader.read_next_batch().num_rows > 0
 
 
 def test_a_query_may_come_from_standard_input(home: Path) -> None:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,27 +30,11 @@ from capture.console.completion import SqlCompleter, Vocabulary, read_vocabulary
 from capture.console.output import Format, write
 from capture.console.shell import Shell, is_complete
 from capture.query import QuerySession
-from tests.capture.lakes import commit_rings, place_of
-from tests.capture.rings import engine
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
-    engine(home / "rings", requests=5, steps=40).close()
-    commit_rings(home)
-    return home
-
-
-@pytest.fixture(scope="module")
-def session(home: Path) -> Iterator[QuerySession]:
-    with QuerySession(place_of(home)) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def words(session: QuerySession) -> Vocabulary:
-    return read_vocabulary(session)
+def words(shared_session: QuerySession) -> Vocabulary:
+    return read_vocabulary(shared_session)
 
 
 class Screen:
