@@ -7,9 +7,12 @@ skipped and counted. `offered == written + sum(skipped) + queued` always holds.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -44,6 +47,9 @@ PERSONAL = (
     "output_token_ids", "top", "logprobs", "margins", "headers",
 )  # fmt: skip
 TICK_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+"""A record that is being written when the time for a stop is over gets this long."""
+
 QUEUE_BYTES = 64 << 20
 """Bound of the content waiting to be written, so that a burst of long prompts costs no memory."""
 
@@ -104,6 +110,7 @@ class Mirror:
         self._redactions: Counter[str] = Counter()
         self._queued_bytes = 0
         self._closed = self._has_failed = self._cannot_write = False
+        self._give_up_at = math.inf
         self._thread = threading.Thread(target=self._write_all, name="mirror", daemon=True)
         self._thread.start()
 
@@ -170,21 +177,22 @@ class Mirror:
             self._skipped[reason] += 1
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Write what is queued, finish the active file and stop; later offers are skipped."""
+        """Write what is queued and what the time is enough for, finish the active file and stop;
+        later offers are skipped."""
         if self._closed:
             return
         self._closed = True
-        try:
-            self._queue.put(_STOP, timeout=timeout_s)
-        except queue.Full:
+        self._give_up_at = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Full):
+            self._queue.put(_STOP, timeout=timeout_s + GRACE_SECONDS)
+        self._thread.join(timeout_s + GRACE_SECONDS)
+        if self._thread.is_alive():
+            queued = self.counters.queued
+            _log.error("traffic could not be written in time: the last %d records are lost", queued)
             return
-        self._thread.join(timeout_s)
         self._store.close(timeout_s)
-        while not self._thread.is_alive():
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                return
+        while not self._queue.empty():
+            self._queue.get_nowait()
             self._skip("closed")
 
     def _skip(self, reason: str | None) -> None:
@@ -213,6 +221,7 @@ class Mirror:
         return None
 
     def _write_all(self) -> None:
+        given_up = 0
         while True:
             try:
                 item = self._queue.get(timeout=TICK_SECONDS)
@@ -222,12 +231,16 @@ class Mirror:
             if item is _STOP:
                 break
             record, size = item
-            reason = self._write(record)
+            in_time = time.monotonic() < self._give_up_at
+            reason = self._write(record) if in_time else "closed"
+            given_up += not in_time
             with self._lock:
                 self._queued_bytes -= size
             self._skip(reason)
             self._tick()
         self._writer.finish()
+        if given_up:
+            _log.warning("stopped before %d records were written", given_up)
 
     def _tick(self) -> None:
         if self._writer.tick():

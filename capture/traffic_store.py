@@ -109,7 +109,7 @@ def compress(file: BinaryIO, path: Path) -> None:
     import zstandard
 
     target = path.with_name(f"{path.name}.zst")
-    temporary = path.with_name(f"{path.name}.zst.tmp")
+    temporary = _temporary(path)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as packed:
@@ -127,10 +127,11 @@ def compress(file: BinaryIO, path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO | None]:
-    """The file, locked; None when another process has it or it is there no longer."""
+    """The file, locked; None when another process has it, it is there no longer or it is another
+    user's."""
     try:
         file = path.open("rb")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         yield None
         return
     with file:
@@ -176,7 +177,13 @@ def _delete(path: Path) -> bool:
     with _locked(path) as file:
         if file is not None:
             path.unlink()
+            _temporary(path).unlink(missing_ok=True)
     return file is not None
+
+
+def _temporary(path: Path) -> Path:
+    """What a finished file is compressed into; left by a kill."""
+    return path.with_name(f"{path.name}.zst.tmp")
 
 
 def _size(path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import stat
 import threading
 import time
@@ -62,7 +63,7 @@ def personal(number: int, size: int = 0) -> list[dict[str, Any]]:
 
 
 def test_a_thousand_requests_with_personal_data_leave_none_of_it(tmp_path: Path) -> None:
-    mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=2000)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=2000, max_body_bytes=1 << 17)
     for number in range(1000):
         changes: dict[str, Any] = {"messages": personal(number)}
         if number < 10:
@@ -70,7 +71,7 @@ def test_a_thousand_requests_with_personal_data_leave_none_of_it(tmp_path: Path)
         elif number < 20:
             changes |= {"finish_reason": "abort", "output_text": f"so {SECRETS[0]} is"}
         elif number < 30:
-            changes["messages"] = personal(number, size=2 << 20)
+            changes["messages"] = personal(number, size=1 << 18)
         elif number < 40:
             changes["tenant"] = changes["conversation_id"] = SECRETS[0]
         elif number < 45:
@@ -91,7 +92,7 @@ def test_a_thousand_requests_with_personal_data_leave_none_of_it(tmp_path: Path)
     assert not any("prompt_token_ids" in line for line in written)
     big = next(line for line in written if line["request_id"] == f"{20:032x}")
     assert big["truncated"]
-    assert big["original_bytes"] > 2 << 20
+    assert big["original_bytes"] > 1 << 18
 
 
 def test_headers_are_an_allow_list_and_addresses_pseudonyms(tmp_path: Path) -> None:
@@ -258,6 +259,37 @@ def test_a_full_queue_skips_and_offering_stays_fast(
     counters = mirror.counters
     assert counters.skipped["queue_full"] >= 189
     assert counters.written + sum(counters.skipped.values()) == 200 == counters.offered
+
+
+def test_a_stop_writes_what_it_has_time_for_and_says_what_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = capture.mirror.redact_record
+
+    def slow(raw: dict[str, Any]) -> dict[str, Any]:
+        if "messages" in raw:
+            time.sleep(0.05)
+        return real(raw)
+
+    monkeypatch.setattr(capture.mirror, "redact_record", slow)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=50)
+    for number in range(50):
+        mirror.offer(record(number))
+    mirror.close(0.3)
+    counters = mirror.counters
+    assert (counters.offered, counters.queued) == (50, 0)
+    assert 0 < counters.written == len(lines(tmp_path)) < 50
+    assert f"stopped before {counters.skipped['closed']} records were written" in caplog.text
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_times_that_json_cannot_hold_are_no_record(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, share=1.0, key=KEY)
+    mirror.offer(record(1, chunks=[{"at_ms": math.nan, "tokens": 1}]))
+    top = {"position": 0, "token_ids": [1], "logprobs": [-math.inf]}
+    mirror.offer(record(2, top=[top]))
+    mirror.close()
+    assert mirror.counters.skipped == {"invalid": 2}
 
 
 def test_files_rotate_by_size_and_are_private(tmp_path: Path) -> None:

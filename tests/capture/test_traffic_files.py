@@ -95,7 +95,7 @@ with path.open("rb") as file:
 @pytest.mark.parametrize("fsync", ["always", "second", "rotate"])
 def test_a_killed_server_loses_no_written_record(tmp_path: Path, fsync: Fsync) -> None:
     program = """
-import sys
+import sys, time
 from pathlib import Path
 from capture.mirror import Mirror
 from capture.traffic_writer import FilePolicy
@@ -105,7 +105,7 @@ mirror = Mirror(Path(sys.argv[1]), share=1.0, key=KEY, files=files)
 for number in range(10**6):
     mirror.offer(record(number))
     while mirror.counters.queued > 50:
-        pass
+        time.sleep(0.0001)
     print(mirror.counters.written, flush=True)
 """
     command = [sys.executable, "-c", program, str(tmp_path), fsync]
@@ -298,6 +298,33 @@ def test_what_a_dead_writer_left_is_finished_without_its_broken_line(
     (left,) = tmp_path.iterdir()
     assert left.read_bytes() == line(0) + line(1)
     assert caplog.text.count("in the middle of a record") == 2
+
+
+def test_a_file_that_goes_takes_what_was_left_of_its_compression(tmp_path: Path) -> None:
+    (path,) = finished(tmp_path, 100)
+    path.with_name(f"{path.name}.zst.tmp").write_bytes(b"begun")
+    TrafficStore(tmp_path, FilePolicy(compress=False, max_bytes=1)).close(20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_other_users_are_left_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, ours = finished(tmp_path, 10, 10)
+    part = tmp_path / "traffic-20260101T000000.000000Z-1.jsonl.part"
+    part.write_bytes(line(99))
+    allowed = Path.open
+
+    def refuse(path: Path, *arguments: Any) -> Any:
+        if path in (theirs, part):
+            raise PermissionError(13, "Permission denied")
+        return allowed(path, *arguments)
+
+    with monkeypatch.context() as denied:
+        denied.setattr(Path, "open", refuse)
+        TrafficStore(tmp_path, FilePolicy(max_bytes=1)).close(20)
+    assert (theirs.exists(), part.exists(), ours.exists()) == (True, True, False)
+    assert "cannot" not in caplog.text
 
 
 def test_a_file_that_cannot_be_compressed_stays_and_is_tried_again(
