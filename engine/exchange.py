@@ -45,13 +45,13 @@ class TrafficMirror(Protocol):
         """The id of a conversation that its client did not name, the same for all its turns."""
 
     def keeps(self, conversation_id: str) -> bool:
-        """Whether this conversation's records will be kept, and alternatives are worth it."""
+        """Whether this conversation's records are kept: only those are worth making."""
 
     def offer(self, record: dict[str, Any]) -> None:
         """A finished, failed or cancelled request: the raw fields of `inferloop.traffic/1`."""
 
     def skip(self, reason: str) -> None:
-        """A request that could not be read, so that there is no record of it."""
+        """A request without a record: it is not kept, or could not be read."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,15 @@ class Exchange:
         self._conversation_id = caller.conversation or caller.request_id
         self._rendered: str | None = None
         self._prompt_ids: list[int] | None = None
+        self._is_mirrored = False
 
     async def submit(self, body: CompletionBody | ChatBody) -> Accepted:
         """Render, tokenize, resolve the sampling parameters and queue the request. Raises
         `RequestError`."""
+        mirror = self.service.mirror
         self._body = body
         self._conversation_id = self._name_conversation(body)
+        self._is_mirrored = mirror is not None and mirror.keeps(self._conversation_id)
         try:
             return await self._submit(body)
         except RequestError as error:
@@ -128,7 +131,7 @@ class Exchange:
             class_key=self._class_key(body),
             priority=caller.priority,
             arrival_ns=self._arrival_ns,
-            record_top=RECORDED_ALTERNATIVES if self._is_mirrored() else 0,
+            record_top=RECORDED_ALTERNATIVES if self._is_mirrored else 0,
         )
         handle = service.engine.submit(request)
         shape = shape_of(
@@ -141,10 +144,6 @@ class Exchange:
         )
         self.accepted = Accepted(body, handle, shape, self._rendered)
         return self.accepted
-
-    def _is_mirrored(self) -> bool:
-        mirror = self.service.mirror
-        return mirror is not None and mirror.keeps(self._conversation_id)
 
     def _name_conversation(self, body: CompletionBody | ChatBody) -> str:
         """The client's name of the conversation, else one that its other turns get too, else the
@@ -171,8 +170,9 @@ class Exchange:
 
     def sent(self, tokens: int) -> None:
         """Note a piece of answer that was handed to the socket."""
-        at_ms = (time.monotonic_ns() - self._arrival_ns) / 1e6
-        self.chunks.append({"at_ms": at_ms, "tokens": tokens})
+        if self._is_mirrored:
+            at_ms = (time.monotonic_ns() - self._arrival_ns) / 1e6
+            self.chunks.append({"at_ms": at_ms, "tokens": tokens})
 
     def fail(self, error: RequestError) -> None:
         """Note what the client is told instead of an answer."""
@@ -202,6 +202,9 @@ class Exchange:
         if self._body is None:
             code = None if self.error is None else self.error.code
             mirror.skip(code or "unreadable")
+            return
+        if not self._is_mirrored:
+            mirror.skip("not_sampled")
             return
         try:
             mirror.offer(self._record(self._body, timings))
@@ -272,7 +275,7 @@ class Exchange:
         """The prompt as the model saw it; of a prompt of token ids their text, without which
         nobody could tell whether they hold personal data."""
         is_known = self._rendered is not None or self._prompt_ids is None
-        if is_known or self.accepted is None or not self._is_mirrored():
+        if is_known or self.accepted is None or not self._is_mirrored:
             return self._rendered
         return self.service.engine.tokenizer.decode(self._prompt_ids)
 

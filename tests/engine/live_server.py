@@ -86,7 +86,7 @@ class RecordingMirror:
     """Keeps what the server tells its mirror; `kept` names conversations, None: all."""
 
     records: list[dict[str, Any]]
-    kept: frozenset[str] | None = frozenset()
+    kept: frozenset[str] | None = None
     skipped: list[str] = field(default_factory=list)
 
     def opening_id(self, tenant: str, messages: Iterable[dict[str, Any]]) -> str | None:
