@@ -1,6 +1,7 @@
 """Finding a ring by what people type, and opening it: a live file, a copy, or a crash's archive.
 
-Archived rings (`.ring.zst`) are unpacked into a temporary file that is gone when they are closed.
+Archived rings (`.ring.zst`) are unpacked into a file without a name: nothing of it stays, however
+this process ends.
 Not for following rings: that is `capture.reader`.
 """
 
@@ -66,9 +67,9 @@ def opened_ring(path: Path) -> Iterator[RingReader]:
         finally:
             reader.close()
         return
-    with tempfile.NamedTemporaryFile(prefix="inferloop-", suffix=".ring") as file:
+    with tempfile.TemporaryFile() as file:
         _unpack(path, cast("BinaryIO", file))
-        reader = RingReader(Path(file.name))
+        reader = RingReader(Path(f"/proc/self/fd/{file.fileno()}"))
         reader.path = path
         try:
             yield reader
@@ -81,7 +82,10 @@ def _unpack(path: Path, target: BinaryIO) -> None:
     import zstandard
 
     try:
-        with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as ring:
+        with (
+            path.open("rb") as packed,
+            zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True) as ring,
+        ):
             head = ring.read(HEADER_BYTES)
             left = _promised_bytes(head, path) - len(head)
             target.write(head)

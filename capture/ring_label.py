@@ -29,5 +29,8 @@ def unpack_label(data: bytes) -> dict[str, str] | None:
     text = data[_FIXED.size : _FIXED.size + length]
     if not length or len(text) != length or xxh3_64_intdigest(text) != checksum:
         return None
-    label = json.loads(text)
-    return {key: str(label[key]) for key in ("model", "fingerprint")}
+    try:
+        label = json.loads(text)
+        return {key: str(label[key]) for key in ("model", "fingerprint")}
+    except (ValueError, KeyError, TypeError, RecursionError):  # another program's ring
+        return None

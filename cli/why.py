@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from capture.settings import Settings
     from capture.why.lookup import Subject
+    from capture.why.report import Explanation
+
+MOST_REPORTS = 10
 
 
 @app.command()
@@ -62,7 +66,7 @@ def why(
         from capture.why.report import as_json as explanation_json
 
         for explanation in explanations:
-            typer.echo(json.dumps(explanation_json(explanation), ensure_ascii=False))
+            typer.echo(json.dumps(explanation_json(explanation)))
         return
     from rich.console import Console
     from rich.rule import Rule
@@ -70,10 +74,25 @@ def why(
     from capture.why.report import render
 
     console = Console(highlight=False)
-    for number, explanation in enumerate(explanations):
+    shown = explanations if request is None else _slowest_of(explanations)
+    for number, explanation in enumerate(shown):
         if number:
             console.print(Rule(style="dim"))
         console.print(render(explanation))
+    if len(shown) < len(explanations):
+        console.print(
+            f"\nthe slowest {len(shown)} of {len(explanations):,} requests under this id: "
+            "--json has all"
+        )
+
+
+def _slowest_of(explanations: list[Explanation]) -> list[Explanation]:
+    """Those to show of many under one id (a session that sends one `traceparent`), as they came;
+    one that still runs is slower than any that has ended."""
+    durations = [one.subject.duration_ms for one in explanations]
+    slowness = [math.inf if ms is None else ms for ms in durations]
+    slowest = sorted(range(len(slowness)), key=slowness.__getitem__)[-MOST_REPORTS:]
+    return [explanations[index] for index in sorted(slowest)]
 
 
 def _asked(lake: duckdb.DuckDBPyConnection, text: str, settings: Settings) -> list[Subject]:

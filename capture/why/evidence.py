@@ -36,10 +36,6 @@ def named(alias: str, tokens: str) -> str:
 _PROMPTED = named("o", "format('prompt of {}', o.prompt_tokens)")
 _ANSWERED = named("o", "format('{} + {} tokens', o.prompt_tokens, o.output_tokens)")
 
-
-_PROMPTED = named("o", "format('prompt of {}', o.prompt_tokens)")
-_ANSWERED = named("o", "format('{} + {} tokens', o.prompt_tokens, o.output_tokens)")
-
 KEY_STEPS = Piece(
     "key_steps",  # per slow token: the step it shared with prompts, and the one that preempted it
     """

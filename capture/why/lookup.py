@@ -119,7 +119,10 @@ def parse_since(text: str, now: datetime) -> datetime:
     """A time in UTC, naive: "10m", "2h", "1d" before `now`, or ISO 8601. Raises WhyError."""
     ago = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip())
     if ago is not None:
-        return now - timedelta(**{UNITS[ago[2]]: float(ago[1])})
+        try:
+            return max(EVER, now - timedelta(**{UNITS[ago[2]]: float(ago[1])}))
+        except OverflowError:
+            return EVER
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:

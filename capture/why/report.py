@@ -177,7 +177,7 @@ def _timeline(explanation: Explanation) -> RenderableType:
     usual = sorted(gaps)[len(gaps) // 2]
     line = "".join(BLOCKS[int(mark / (highest or 1) * (len(BLOCKS) - 1))] for mark in marks)
     text = Text(f"\ngaps {line}\n")
-    unit = "token" if per_mark == 1 else f"{per_mark} tokens"
+    unit = "a token" if per_mark == 1 else f"{per_mark} tokens"
     text.append(
         f"     a mark is {unit}; the highest {duration(highest)}, usually {duration(usual)}\n",
         style="dim",

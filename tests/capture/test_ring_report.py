@@ -16,6 +16,7 @@ import pytest
 import zstandard
 from click.testing import Result
 from typer.testing import CliRunner
+from xxhash import xxh3_64_intdigest
 
 import capture.ring_report
 from capture.attendance import Attendance
@@ -24,6 +25,7 @@ from capture.frames import TraceWriter
 from capture.reader import Cursor, RingReader
 from capture.ring import HEADER_BYTES, MIN_CAPACITY, RingWriter
 from capture.ring_files import find_ring, opened_ring
+from capture.ring_label import unpack_label
 from capture.ring_report import inspect, summaries
 from cli.main import app, load_commands
 from tests.capture.rings import engine, forked, kill, new_ring, write_request, write_step
@@ -212,6 +214,32 @@ def hostile_ring(directory: Path) -> RingWriter:
     trace.mark("new\nline\x00\u202egnihton")
     ring.close()
     return ring
+
+
+def test_an_archive_of_several_frames_is_read_as_one(tmp_path: Path) -> None:
+    ring = engine(tmp_path, requests=1, steps=5)
+    whole = ring.path.read_bytes()
+    path = tmp_path / "x.ring.zst"
+    path.write_bytes(b"".join(zstandard.compress(part) for part in (whole[:5000], whole[5000:])))
+    assert inspect(path, window_s=0, last=1).scan.exact
+
+
+def test_an_archive_is_unpacked_without_a_name_that_could_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    ring = engine(tmp_path, requests=1, steps=5)
+    with opened_ring(archived(ring.path, tmp_path / "crashes")) as reader:
+        assert len(reader.read())
+        assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b"[" * 1500, b"\xff"])
+def test_a_label_of_another_program_is_no_label(text: bytes) -> None:
+    data = struct.pack("<QI", xxh3_64_intdigest(text), len(text)) + text
+    assert unpack_label(data) is None
 
 
 def test_the_command_shows_a_ring_and_no_control_characters(tmp_path: Path) -> None:

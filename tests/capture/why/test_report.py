@@ -17,6 +17,7 @@ from capture.frames import TraceWriter
 from capture.lake import open_connection
 from capture.ring import RingWriter
 from capture.why.lookup import (
+    EVER,
     Ranking,
     Subject,
     WhyError,
@@ -31,7 +32,7 @@ from capture.why.report import BLOCKS, Explanation, duration, explain, plain, re
 from cli.main import app, load_commands
 from tests.capture.lakes import commit_rings
 from tests.capture.rings import new_ring, write_request, write_step
-from tests.capture.stage import Stage
+from tests.capture.stage import Clock, Stage
 from tests.capture.why.plays import (
     ABORTED,
     FAILED,
@@ -178,6 +179,8 @@ def test_an_unknown_id_says_why_that_may_be(
         (" 10 m", NOW - timedelta(minutes=10)),
         ("1.5h", NOW - timedelta(minutes=90)),
         ("2d", NOW - timedelta(days=2)),
+        ("99999d", EVER),
+        ("99999999999999d", EVER),
         ("2026-01-31", datetime(2026, 1, 31)),
         ("2026-01-31T12:00+02:00", datetime(2026, 1, 31, 10)),
     ],
@@ -226,6 +229,29 @@ def test_the_command_prints_a_report_or_json(
     assert len(answer["gaps_ms"]) == answer["request"]["output_tokens"] - 1
     first, _ = run(home, "--slowest", "2", "--by", "gap", "--json").stdout.splitlines()
     assert json.loads(first)["slow"][-1]["cause"] == "preempted"
+
+
+def test_of_many_requests_under_one_id_the_slowest_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = UUID("4bf92f3577b34da6a3ce929d0e0e4736")
+    clock = Clock()
+    monkeypatch.setattr("capture.ring.time", clock)
+    ring = new_ring(tmp_path / "rings")
+    stage = Stage(TraceWriter(ring), clock)
+    for slot in range(14):
+        stage.arrive(slot, request_id=identity)
+        stage.step((), {slot: 12})
+        stage.run((slot,), 60 - slot)
+        stage.finish(slot)
+    ring.close()
+    commit_rings(tmp_path)
+    report = run(tmp_path, identity.hex).stdout
+    assert report.count(f"request {identity.hex}") == 10
+    assert "61 output tokens" in report
+    assert "50 output tokens" not in report
+    assert "the slowest 10 of 14 requests under this id" in report
+    assert len(run(tmp_path, identity.hex, "--json").stdout.splitlines()) == 14
 
 
 def test_the_commands_errors_are_clear(home: Path, tmp_path: Path) -> None:
