@@ -32,10 +32,13 @@ def parse_upstream(url: str) -> Address:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")
     except ValueError as error:
         raise ProxyError(f"--upstream {url!r} is no URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not host or " " in host:
         raise ProxyError(f"--upstream {url!r}: give http://HOST:PORT or https://HOST")
+    if port == 0:
+        raise ProxyError(f"--upstream {url!r}: nothing listens on port 0")
     if parts.username is not None:
         raise ProxyError(
             "--upstream holds a user name: credentials come from the clients' requests, "

@@ -19,7 +19,7 @@ from capture.proxy.messages import (
     RequestHead,
     error_body,
     own_response,
-    tokens_of,
+    why_refused,
 )
 
 if TYPE_CHECKING:
@@ -180,7 +180,8 @@ class ClientConnection(asyncio.Protocol):
             try:
                 event = self._parser.next_event()
             except h11.RemoteProtocolError as error:
-                self._refuse(error.error_status_hint, str(error))
+                reason = str(error).partition(": bytearray")[0]  # what follows quotes the client
+                self._refuse(error.error_status_hint, reason)
                 return
             if event is h11.NEED_DATA or event is h11.PAUSED:
                 return
@@ -201,13 +202,14 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, event: h11.Request) -> None:
         headers = event.headers.raw_items()
         head = RequestHead(event.method, event.target, event.http_version, headers)
-        own = self._proxy.own_page(head)
-        if own is not None:
+        refused = why_refused(head)
+        own = None if refused else self._proxy.own_page(head)
+        if refused is not None:
+            status, message = refused
+            self._answer(head, status, error_body(message, "not_supported"))
+        elif own is not None:
             status, kind, body = own
             self._answer(head, status, body, kind)
-        elif head.method == b"CONNECT" or b"websocket" in tokens_of(headers, b"upgrade"):
-            message = "the proxy forwards HTTP requests only: no WebSocket, no CONNECT"
-            self._answer(head, 501, error_body(message, "not_supported"))
         else:
             self._exchange = Exchange(self._proxy, self, head)
             self._exchange.start()

@@ -53,7 +53,7 @@ class Exchange:
         self._response: ResponseHead | None = None
         self._status = 0
         self._chunked = self._closing = False
-        self._client_full = client.full
+        self._client_full, self._upstream_full = client.full, False
         self._observation = proxy.observe(head, client.address, self._started_ns)
 
     def start(self) -> None:
@@ -95,10 +95,15 @@ class Exchange:
     # from the proxy
 
     def check_silence(self, now_s: float, limit_s: float) -> None:
-        """Give up when the upstream has neither sent nor taken anything for `limit_s`."""
-        if not self._client_full and now_s - self._moved_s > limit_s:
+        """Give up when the side that is waited for has not moved for `limit_s`."""
+        if self._client_full or now_s - self._moved_s <= limit_s:
+            return
+        if self.request_ended or self._upstream_full:
             message = f"the upstream was silent for {limit_s:g} s"
             self._fail(504, "upstream_timeout", message, Outcome.UPSTREAM_TIMEOUT)
+        else:
+            message = f"the rest of the request did not come for {limit_s:g} s"
+            self._fail(408, "request_timeout", message, Outcome.CLIENT_GONE)
 
     def stop(self) -> None:
         """The proxy stops and waits no longer."""
@@ -150,6 +155,7 @@ class Exchange:
 
     def upstream_full(self, full: bool) -> None:
         self._moved_s = time.monotonic()
+        self._upstream_full = full
         self._client.pause("upload", full)
 
     # inside
@@ -201,7 +207,8 @@ class Exchange:
         """Tell the client: by an error while it has no answer yet, else by a broken connection."""
         if self.over:
             return
-        self._proxy.last_upstream_error = message
+        if outcome is not Outcome.CLIENT_GONE:
+            self._proxy.last_upstream_error = message
         if self._response is None:
             self._status = status
             self._closing = self._must_close()

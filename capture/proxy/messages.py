@@ -69,6 +69,20 @@ class ResponseHead:
         return "length" if values_of(self.headers, b"content-length") else "close"
 
 
+def why_refused(head: RequestHead) -> tuple[int, str] | None:
+    """Status and message for a request that cannot be passed on, or that two servers could read
+    as different ones."""
+    if head.version not in (b"1.1", b"1.0"):
+        return 505, "the proxy speaks HTTP/1.1 and 1.0 only"
+    if head.is_chunked and values_of(head.headers, b"content-length"):
+        return 400, "a request has Content-Length or Transfer-Encoding, not both"
+    if head.is_chunked and head.version == b"1.0":
+        return 400, "HTTP/1.0 has no Transfer-Encoding"
+    if head.method == b"CONNECT" or b"websocket" in tokens_of(head.headers, b"upgrade"):
+        return 501, "the proxy forwards HTTP requests only: no WebSocket, no CONNECT"
+    return None
+
+
 def values_of(headers: Headers, name: bytes) -> list[bytes]:
     """All values of a header; `name` in lower case."""
     return [value for key, value in headers if key.lower() == name]
@@ -91,8 +105,7 @@ def request_bytes(head: RequestHead, *, authority: bytes, rewrite_host: bool) ->
     """The request's head for the upstream. `authority` becomes its Host where it has none, or
     always with `rewrite_host`."""
     headers = end_to_end(head.headers)
-    if head.is_chunked:  # never both: where they disagree, requests get smuggled
-        headers = [pair for pair in headers if pair[0].lower() != b"content-length"]
+    if head.is_chunked:
         headers.append((b"Transfer-Encoding", b"chunked"))
     if not values_of(headers, b"host"):
         headers.insert(0, (b"Host", authority))
@@ -122,7 +135,8 @@ def last_chunk(trailers: Headers) -> bytes:
 
 def error_body(message: str, code: str) -> bytes:
     """An error in the shape of OpenAI's API."""
-    kind = "invalid_request_error" if code == "not_supported" else "upstream_error"
+    is_clients = code in ("not_supported", "request_timeout")
+    kind = "invalid_request_error" if is_clients else "upstream_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}).encode()
 

@@ -112,6 +112,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.close)  # until `begin`
 
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
@@ -172,6 +173,8 @@ class UpstreamConnection(asyncio.Protocol):
         head = ResponseHead(self._parser.get_status_code(), self._reason, self._headers)
         if head.status == 101:
             self._fail("switched protocols, which nobody asked for")
+        elif head.status < 100:
+            self._fail(f"sent what is no status: {head.status}")
         elif head.status < 200:
             self._receiver.informational(head)
         elif tokens_of(head.headers, b"transfer-encoding") not in ([], [b"chunked"]):

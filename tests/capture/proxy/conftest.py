@@ -19,7 +19,7 @@ def shared_upstream() -> Iterator[Nasty]:
 def shared_proxy(
     shared_upstream: Nasty, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProxyProcess]:
-    process = ProxyProcess(shared_upstream.url, tmp_path_factory.mktemp("home"), "--timeout-s", "3")
+    process = ProxyProcess(shared_upstream.url, tmp_path_factory.mktemp("home"), "--timeout-s", "2")
     wait_for(lambda: shared_upstream.seen)  # it has asked for the models
     yield process
     assert process.stop() == 0

@@ -294,40 +294,6 @@ def test_clients_that_offer_http2_are_served_over_http1(
     assert upstream.seen[0].header("upgrade") is None
 
 
-def test_websockets_are_refused_with_a_reason(proxy: ProxyProcess, upstream: Nasty) -> None:
-    answer = raw(
-        proxy.port,
-        b"GET /ws HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n",
-    )
-    assert answer.startswith(b"HTTP/1.1 501 ")
-    assert b"no WebSocket" in answer
-    assert not upstream.seen
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\nHost: h\r\n"
-     b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nx"],
-)  # fmt: skip
-def test_what_is_no_request_is_refused(
-    proxy: ProxyProcess, upstream: Nasty, request_bytes: bytes
-) -> None:
-    with connect(proxy) as connection:
-        connection.sendall(request_bytes)
-        answer = read_until(connection, b"\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert not upstream.seen
-
-
-def test_length_beside_chunks_is_not_passed_on(proxy: ProxyProcess, upstream: Nasty) -> None:
-    raw(
-        proxy.port,
-        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\nTransfer-Encoding: chunked\r\n"
-        b"Connection: close\r\n\r\n1\r\nx\r\n0\r\n\r\n",
-    )
-    assert upstream.seen[0].header("content-length") is None
-
-
 def test_client_that_leaves_ends_the_upstreams_work(proxy: ProxyProcess, upstream: Nasty) -> None:
     left: list[float] = []
 
@@ -406,27 +372,6 @@ def test_connections_are_reused(proxy: ProxyProcess, upstream: Nasty) -> None:
     for _ in range(5):
         raw(proxy.port, get())
     assert upstream.connections == before
-
-
-def test_silent_upstream_is_a_timeout(proxy: ProxyProcess, upstream: Nasty) -> None:
-    async def script(talk: Conversation) -> None:
-        await talk.gone(20)
-
-    upstream.script = script
-    answer = raw(proxy.port, get())
-    assert answer.startswith(b"HTTP/1.1 504 ")
-    assert b"silent for 3 s" in answer
-    assert b'"code": "upstream_timeout"' in answer
-
-
-def test_what_is_no_http_is_a_bad_gateway(proxy: ProxyProcess, upstream: Nasty) -> None:
-    async def script(talk: Conversation) -> None:
-        await talk.send(b"SSH-2.0-OpenSSH\r\n\r\n")
-
-    upstream.script = script
-    answer = raw(proxy.port, get())
-    assert answer.startswith(b"HTTP/1.1 502 ")
-    assert b"not HTTP/1.1" in answer
 
 
 def test_own_pages(proxy: ProxyProcess, upstream: Nasty) -> None:
