@@ -7,8 +7,7 @@ of everything else. Not for times (`capture.proxy.observation`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pydantic_core
 
@@ -16,22 +15,24 @@ from capture.proxy.body import Budget
 
 Counted = Literal["usage", "token_ids", "chunks"]
 
-GENERATED = (
-    "content", "text", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call",
-)  # fmt: skip
-"""Where an event carries what the model wrote."""
+TEXTS = frozenset({"content", "text"})
+"""Where an event carries the answer's text."""
 
-TEXTS = ("content", "text")
-"""Those of them that are the answer's text."""
+GENERATED = TEXTS | {
+    "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call",
+}  # fmt: skip
+"""Where it carries anything that the model wrote."""
 
 NO_TOKEN = 0xFFFFFFFF
 LARGEST_COUNT = 1 << 31
 OBJECT_BYTES = 32
 """What a number in a list takes."""
 
+LARGEST_PIECE = 4096
+"""Tokens that a usage can say to be in one event: one that jumps further does not run along."""
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+
+class Piece(NamedTuple):
     """What one event brought for one choice: `tokens` new ones; the lists are as long, or empty
     where ids or log-probabilities are not known."""
 
@@ -114,11 +115,18 @@ class Answer:
 
     def _read_common(self, event: dict[str, Any]) -> None:
         model, fingerprint = event.get("model"), event.get("system_fingerprint")
-        self.model = model if isinstance(model, str) and model else self.model
-        self.fingerprint = fingerprint if isinstance(fingerprint, str) else self.fingerprint
-        self.prompt_token_ids = _integers(event.get("prompt_token_ids")) or self.prompt_token_ids
+        if isinstance(model, str) and model:
+            self.model = model
+        if isinstance(fingerprint, str):
+            self.fingerprint = fingerprint
+        self._read_prompt(event)
         self._new_usage = _usage(event.get("usage"))
         self.usage = self._new_usage or self.usage
+
+    def _read_prompt(self, place: dict[str, Any]) -> None:
+        ids = place.get("prompt_token_ids")
+        if ids:
+            self.prompt_token_ids = _integers(ids) or self.prompt_token_ids
 
     def _read_choice(self, choice: dict[str, Any], inner: str) -> Piece | None:
         place = choice.get("index")
@@ -128,11 +136,13 @@ class Answer:
             self.finish_reason = reason
         part = choice.get(inner)
         delta = part if isinstance(part, dict) else choice
+        written = [name for name, value in delta.items() if value and name in GENERATED]
         ids, logprobs = _integers(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
-        self.prompt_token_ids = _integers(choice.get("prompt_token_ids")) or self.prompt_token_ids
-        tokens = self._count(ids, logprobs, delta, finished=isinstance(reason, str))
+        self._read_prompt(choice)
+        tokens = self._count(ids, logprobs, bool(written), finished=isinstance(reason, str))
         if index == 0 and self.keeps_text:
-            self._keep(delta, ids or [], logprobs)
+            self.has_other_text |= not TEXTS.issuperset(written)
+            self._keep(_text(delta), ids or [], logprobs)
         if not tokens:
             return None
         self.tokens += tokens
@@ -143,7 +153,7 @@ class Answer:
         self,
         ids: list[int] | None,
         logprobs: list[float],
-        delta: dict[str, Any],
+        has_content: bool,
         *,
         finished: bool,
     ) -> int:
@@ -153,24 +163,25 @@ class Answer:
             return len(ids)
         if logprobs:
             return len(logprobs)
-        has_content = any(delta.get(name) for name in GENERATED)
         if has_content and self._usage_runs is None:
             self._usage_runs = self._new_usage is not None and not finished
         if self._usage_runs and self._new_usage is not None:
-            return max(0, self._new_usage["completion_tokens"] - self.tokens)
+            new = self._new_usage["completion_tokens"] - self.tokens
+            if new <= LARGEST_PIECE:
+                return max(0, new)
+            self._usage_runs = False
         self._every_token_has_id &= not has_content
         return int(has_content)
 
-    def _keep(self, delta: dict[str, Any], ids: list[int], logprobs: list[float]) -> None:
-        text = next((delta[n] for n in TEXTS if isinstance(delta.get(n), str)), "")
-        self.has_other_text |= any(delta.get(name) for name in GENERATED if name not in TEXTS)
+    def _keep(self, text: str, ids: list[int], logprobs: list[float]) -> None:
         size = len(text) + OBJECT_BYTES * (len(ids) + len(logprobs))
         fits = self._held_bytes + size <= self._limit_bytes
         if self.truncated or not fits or not self._budget.take(size):
             self.truncated = True
             return
         self._held_bytes += size
-        self.text.append(text)
+        if text:
+            self.text.append(text)
         self.token_ids += ids
         self.logprobs += logprobs
 
@@ -179,11 +190,17 @@ def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
+def _text(delta: dict[str, Any]) -> str:
+    text = delta.get("content")
+    text = text if isinstance(text, str) else delta.get("text")
+    return text if isinstance(text, str) else ""
+
+
 def _integers(value: object) -> list[int] | None:
     """A list of token ids; None for anything else."""
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         return None
-    return value if all(type(item) is int and 0 <= item < NO_TOKEN for item in value) else None
+    return value if not value or (min(value) >= 0 and max(value) < NO_TOKEN) else None
 
 
 def _logprobs(value: object) -> list[float]:
@@ -196,7 +213,13 @@ def _logprobs(value: object) -> list[float]:
         found = value.get("token_logprobs")
     if not isinstance(found, list):
         return []
-    return [float(x) if isinstance(x, (int, float)) else math.nan for x in found]
+    return [_logprob(value) for value in found]
+
+
+def _logprob(value: object) -> float:
+    if isinstance(value, (int, float)) and abs(value) < LARGEST_COUNT:
+        return float(value)
+    return math.nan
 
 
 def _usage(value: object) -> dict[str, int] | None:

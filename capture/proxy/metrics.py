@@ -138,7 +138,7 @@ class ProxyMetrics:
             spent_s = (time.last_ns - time.first_ns) / 1e9
             self._tpot.observe(spent_s / (answer.output_tokens - 1))
         if time.gaps:
-            gap_ns, tokens = np.array(time.gaps).T
+            gap_ns, tokens = np.array(time.gaps.ns), np.array(time.gaps.tokens)
             self._itl.observe(gap_ns / 1e9 / tokens, tokens)
             self._gaps.observe(gap_ns / 1e9, np.ones(len(tokens), np.int64))
 

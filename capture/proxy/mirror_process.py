@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,9 +33,14 @@ CLOSE_S = 15.0
 REPORT_S = 0.5
 """How often the process tells its counters."""
 
+NICENESS = 10
+"""The process waits for a core when the wire wants it."""
+
 QUEUE_RECORDS = 1024
 GONE = "mirror_gone"
-"""Why records are skipped after the process has died."""
+"""Why records are skipped that the process had when it died, or that came before its successor."""
+
+RESTART_S = 10.0
 
 log = logging.getLogger("inferloop.mirror")
 
@@ -44,7 +49,8 @@ class MirrorProcess:
     """What `capture.mirror.Mirror` is to a server, with the work done elsewhere. For one thread.
 
     `settings` must be those that a process with this environment reads. Raises MirrorError when
-    the mirror cannot start.
+    the mirror cannot start. A process that has died is replaced when the next record comes, but no
+    sooner than `RESTART_S` after it was started.
     """
 
     def __init__(self, settings: Settings, share: float) -> None:
@@ -53,23 +59,23 @@ class MirrorProcess:
         self._share = share
         self._offered = 0
         self._skipped: Counter[str] = Counter()
-        self._told = MirrorCounters()
+        self._buried = MirrorCounters()
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_RECORDS)
         self._queued_bytes = 0
-        self._is_gone = False
-        self._connection, self._process = _start(share)
+        self._is_closing = False
+        self._tried_s = time.monotonic()
+        self._child = _Child(share, self._bury)
         self._sender = threading.Thread(target=self._send_all, name="mirror-out", daemon=True)
-        self._hearer = threading.Thread(target=self._hear_all, name="mirror-in", daemon=True)
         self._sender.start()
-        self._hearer.start()
 
     @property
     def counters(self) -> MirrorCounters:
         with self._lock:
-            skipped = self._skipped + Counter(self._told.skipped)
-            queued = max(0, self._offered - self._told.written - skipped.total())
-            return replace(self._told, offered=self._offered, queued=queued, skipped=dict(skipped))
+            told = self._buried if self._child.is_gone else _sum(self._buried, self._child.told)
+            skipped = self._skipped + Counter(told.skipped)
+            queued = max(0, self._offered - told.written - skipped.total())
+            return replace(told, offered=self._offered, queued=queued, skipped=dict(skipped))
 
     def keeps(self, conversation_id: str) -> bool:
         """Whether the records of this conversation are kept."""
@@ -84,9 +90,6 @@ class MirrorProcess:
         size = approximate_bytes(record)
         with self._lock:
             self._offered += 1
-            if self._is_gone:
-                self._skipped[GONE] += 1
-                return
             if self._queued_bytes and self._queued_bytes + size > QUEUE_BYTES:
                 self._skipped["queue_full"] += 1
                 return
@@ -105,45 +108,109 @@ class MirrorProcess:
             self._skipped[reason] += 1
 
     def close(self) -> None:
-        """Let the process write what it was given, and end it."""
+        """Let the process write what it was given, and end it; `CLOSE_S` at most."""
+        self._is_closing = True
+        until_s = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
-        self._sender.join(CLOSE_S)
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            log.error("the mirror did not end within %g s: its last records are lost", CLOSE_S)
-            self._process.kill()
-            self._process.wait()
-        self._hearer.join(CLOSE_S)
-        self._connection.close()
+        self._sender.join(max(0.0, until_s - time.monotonic()))
+        self._child.end(max(0.0, until_s - time.monotonic()))
 
     def _send_all(self) -> None:
         while (item := self._queue.get()) is not None:
             record, size = item
-            try:
-                self._connection.send(record)
-                failed = False
-            except OSError:
-                failed = True
+            if self._child.is_gone:
+                self._restart()
+            with self._lock:
+                is_gone = self._child.is_gone
+                self._child.sent += not is_gone
+                self._skipped[GONE] += is_gone
+            if not is_gone:
+                self._child.send(record)
             with self._lock:
                 self._queued_bytes -= size
-                self._skipped[GONE] += failed
-        with contextlib.suppress(OSError):
-            _half_close(self._connection)
+        self._child.say_last()
 
-    def _hear_all(self) -> None:
+    def _restart(self) -> None:
+        now_s = time.monotonic()
+        if self._is_closing or now_s - self._tried_s < RESTART_S:
+            return
+        self._tried_s = now_s
         try:
-            while True:
-                told = self._connection.recv()
-                with self._lock:
-                    self._told = told
-        except (EOFError, OSError):
-            pass
+            child = _Child(self._share, self._bury)
+        except (MirrorError, OSError) as error:
+            log.error("the mirror's process does not start again: %s", error)
+            return
         with self._lock:
-            self._is_gone = True
-        if self._sender.is_alive():
-            log.error("the mirror's process has died: no traffic is written until a restart")
+            self._child = child
+        log.warning("the mirror's process was started again")
+
+    def _bury(self, child: _Child) -> None:
+        """A process has ended: take over its counts. What it wrote since it told them last counts
+        as lost."""
+        with self._lock:
+            child.is_gone = True
+            lost = max(0, child.sent - child.told.written - sum(child.told.skipped.values()))
+            self._skipped[GONE] += lost
+            self._buried = _sum(self._buried, child.told)
+        if not self._is_closing:
+            log.error("the mirror's process has died, and %d records with it", lost)
+
+
+class _Child:
+    """One life of the process: it was `sent` so many records, and has `told` what became of them.
+    `on_end` is called by a thread of its own when it has ended. Raises MirrorError."""
+
+    def __init__(self, share: float, on_end: Callable[[_Child], None]) -> None:
+        self.sent = 0
+        self.told = MirrorCounters()
+        self.is_gone = False
+        self._on_end = on_end
+        self._connection, self._process = _start(share)
+        self._hearer = threading.Thread(target=self._hear, name="mirror-in", daemon=True)
+        self._hearer.start()
+
+    def send(self, record: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it has died, which `_hear` learns, too
+            self._connection.send(record)
+
+    def say_last(self) -> None:
+        """Say that nothing more will come."""
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as endpoint,
+        ):
+            endpoint.shutdown(socket.SHUT_WR)
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until it has written all, or kill it."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.error("the mirror did not end within %g s: its last records are lost", CLOSE_S)
+            self._process.kill()
+            self._process.wait()
+        self._hearer.join(1.0)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self.told = self._connection.recv()
+        self._on_end(self)
+        self._process.wait()
+
+
+def _sum(one: MirrorCounters, other: MirrorCounters) -> MirrorCounters:
+    """What two processes have told, together."""
+    return MirrorCounters(
+        written=one.written + other.written,
+        bytes=one.bytes + other.bytes,
+        truncated=one.truncated + other.truncated,
+        dropped=one.dropped + other.dropped,
+        files_deleted=one.files_deleted + other.files_deleted,
+        skipped=dict(Counter(one.skipped) + Counter(other.skipped)),
+        redactions=dict(Counter(one.redactions) + Counter(other.redactions)),
+    )
 
 
 def _start(share: float) -> tuple[Connection, subprocess.Popen[bytes]]:
@@ -165,14 +232,9 @@ def _start(share: float) -> tuple[Connection, subprocess.Popen[bytes]]:
     return connection, process
 
 
-def _half_close(connection: Connection) -> None:
-    """Say that nothing more will come."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as endpoint:
-        endpoint.shutdown(socket.SHUT_WR)
-
-
 def main(connection: Connection, share: float) -> None:
     """The process: a mirror that writes what it is sent until nothing more can come."""
+    os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends when the proxy has ended
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -185,7 +247,9 @@ def main(connection: Connection, share: float) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             if connection.poll(REPORT_S):
-                mirror.offer(connection.recv())
+                record = connection.recv()
+                chunks = record["chunks"].written(record["arrival_ns"])
+                mirror.offer(record | {"chunks": chunks})
             if time.monotonic() - reported_s >= REPORT_S:
                 connection.send(mirror.counters)
                 reported_s = time.monotonic()

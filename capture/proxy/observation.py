@@ -7,7 +7,6 @@ the wire's. Whatever fails here is counted and ends this request's capture, neve
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from capture.proxy.content import BrokenContentError, UnknownCodingError
 from capture.proxy.messages import RequestHead, ResponseHead, values_of
 from capture.proxy.outcome import Outcome, Verdict, judge
 from capture.proxy.question import Question, read_question
+from capture.proxy.record import Series
 from capture.proxy.sse import EventStream
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ CHUNKS_KEPT = 100_000
 
 @dataclass(slots=True)
 class Timeline:
-    """When what came, `time.monotonic_ns()`, 0: never. `gaps`: (ns, tokens) of each chunk since the
-    one before it of the same choice; `chunks` as in a traffic record."""
+    """When what came, `time.monotonic_ns()`, 0: never. `chunks`: when each came;
+    `gaps`: the ns since the one before it of the same choice."""
 
     arrival_ns: int
     arrival: datetime
     first_ns: int = 0
     last_ns: int = 0
     end_ns: int = 0
-    gaps: list[tuple[int, int]] = field(default_factory=list)
-    chunks: list[dict[str, Any]] = field(default_factory=list)
+    chunks: Series = field(default_factory=Series)
+    gaps: Series = field(default_factory=Series)
 
 
 class Observation:
@@ -181,8 +181,7 @@ class Observation:
             self.has_token = True
             self._recorder.waiting -= 1
         if self.is_mirrored and len(self.time.chunks) < CHUNKS_KEPT:
-            at_ms = (at_ns - self.time.arrival_ns) / 1e6
-            self.time.chunks.append({"at_ms": at_ms, "tokens": sum(p.tokens for p in pieces)})
+            self.time.chunks.add(at_ns, sum([piece.tokens for piece in pieces]))
 
     def _trace(self, piece: Piece, at_ns: int) -> None:
         """Rows for a piece's tokens: a chunk of k tokens counts as k equal steps since the choice's
@@ -194,17 +193,10 @@ class Observation:
         else:
             first_us = step_us = (at_ns - before_ns) / 1e3 / piece.tokens
             if len(self.time.gaps) < CHUNKS_KEPT:
-                self.time.gaps.append((at_ns - before_ns, piece.tokens))
-        for index in range(piece.tokens):
-            self._recorder.trace.token(
-                self.slot,
-                self._rows + index,
-                piece.token_ids[index] if piece.token_ids else None,
-                first_us if index == 0 else step_us,
-                piece.logprobs[index] if piece.logprobs else math.nan,
-                at_ns,
-                is_first=before_ns is None and index == 0,
-            )
+                self.time.gaps.add(at_ns - before_ns, piece.tokens)
+        self._recorder.trace.tokens(
+            self.slot, self._rows, piece, first_us, step_us, at_ns, is_first=before_ns is None
+        )
         self._rows += piece.tokens
 
     def _end(self, outcome: Outcome, detail: str, status: int, at_ns: int) -> None:

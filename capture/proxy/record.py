@@ -6,6 +6,8 @@ what the client set. Not for redaction: the mirror does that.
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from capture.proxy.outcome import Verdict
@@ -17,8 +19,29 @@ if TYPE_CHECKING:
 API_DEFAULTS = {"temperature": 1.0, "top_p": 1.0}
 
 
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A time in ns for each chunk of an answer, and how many tokens it brought: small to keep and
+    to hand over, where a record has an object each."""
+
+    ns: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+
+    def __len__(self) -> int:
+        return len(self.ns)
+
+    def add(self, ns: int, tokens: int) -> None:
+        self.ns.append(ns)
+        self.tokens.append(tokens)
+
+    def written(self, arrival_ns: int) -> list[dict[str, Any]]:
+        """When each chunk came, as a traffic record says it."""
+        pairs = zip(self.ns, self.tokens, strict=True)
+        return [{"at_ms": (at - arrival_ns) / 1e6, "tokens": count} for at, count in pairs]
+
+
 def traffic_record(seen: Observation, verdict: Verdict) -> dict[str, Any]:
-    """The fields of `capture.traffic.TrafficRecord`."""
+    """The fields of `capture.traffic.TrafficRecord`; `chunks` as a `Series`."""
     question, answer, caller, time = seen.question, seen.answer, seen.caller, seen.time
     limit = {"max_tokens": max(1, answer.output_tokens)}
     return {
