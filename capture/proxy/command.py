@@ -115,12 +115,13 @@ def _mirror(
 
 async def _describe(address: Address, recorder: Recorder) -> None:
     """Ask the upstream for its models, for the trace. It may be down or want credentials: then
-    the first answer has to do."""
+    the first answer has to do. `verify`: reading the system's certificates once more would hold
+    the wire up."""
     import httpx
 
     try:
         async with httpx.AsyncClient(
-            base_url=address.url, timeout=DESCRIBE_S, trust_env=False
+            base_url=address.url, timeout=DESCRIBE_S, trust_env=False, verify=address.tls or False
         ) as http:
             answer = await http.get("/v1/models")
             models: Any = answer.json()["data"] if answer.status_code == 200 else None

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("inferloop.proxy")
 
+NAME_CHARS = 256
+"""Of a name that are kept for the ENGINE frame: a model's may be what any client wrote."""
+
 COPIES_BYTES = 256 << 20
 """Bodies of all requests in flight that are kept for the capture; past it they are cut."""
 
@@ -85,8 +88,8 @@ class Recorder:
         if self._info is None:
             return
         server = values_of(headers or (), b"server")
-        name = server[0].decode("latin-1") if server else None
-        info = self._info | {"model": model or None, "upstream_server": name} | more
+        name = server[0].decode("latin-1")[:NAME_CHARS] if server else None
+        info = self._info | {"model": model[:NAME_CHARS] or None, "upstream_server": name} | more
         self._info = None
         self.trace.write(lambda writer: writer.engine(info))
 

@@ -129,9 +129,21 @@ def test_usage_of_the_last_event_is_no_running_count() -> None:
     assert (answer.tokens, answer.output_tokens) == (2, 9)
 
 
-def test_log_probability_that_is_no_number() -> None:
+@pytest.mark.parametrize("lie", [[1 << 30], [3, 1 << 30], [5, 2, 1 << 30], [-1, 1 << 40, 1 << 30]])
+def test_running_usage_that_lies_is_not_traced_token_by_token(lie: list[int]) -> None:
+    """A row for each token that a usage claims would hold everything up for minutes."""
     answer = Answer(keeps_text=True, limit_bytes=1000, budget=Budget(5000))
-    choice = {"text": "a", "logprobs": {"token_logprobs": [None]}}
+    for count in lie:
+        event = {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": count}}
+        answer.read_event(json.dumps(event).encode())
+    assert answer.tokens < 10
+    assert answer.output_tokens == 1 << 30
+
+
+@pytest.mark.parametrize("value", [None, "x", 10**400, float("inf")])
+def test_log_probability_that_is_no_number(value: Any) -> None:
+    answer = Answer(keeps_text=True, limit_bytes=1000, budget=Budget(5000))
+    choice = {"text": "a", "logprobs": {"token_logprobs": [value]}}
     (piece,) = answer.read_event(json.dumps({"choices": [choice]}).encode())
     assert math.isnan(piece.logprobs[0])
 
@@ -212,6 +224,9 @@ def test_trace_id_is_used_once() -> None:
         ("127.0.0.1:8000", "give http://HOST:PORT"),
         ("ftp://host", "give http://HOST:PORT"),
         ("http://host:99999", "no URL"),
+        ("http://two..dots", "no URL"),
+        ("http://host name", "give http://HOST:PORT"),
+        ("http://host:0", "port 0"),
         ("http://host:8000/v1", "has a path"),
         ("https://user:word@host", "credentials come from the clients"),
     ],

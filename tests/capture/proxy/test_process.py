@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from capture.collector import Collector
+from capture.decode import EngineFrame
 from capture.lake import LakePlace, open_connection
 from tests.capture.proxy.nasty import (
     DONE,
@@ -279,6 +280,32 @@ def test_traffic_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path)
     where = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(tmp_path / "rings")}
     message = fails("--upstream", "http://h", "--port", "0", "--mirror", "1", **where)
     assert "cannot write traffic" in message
+
+
+def test_clients_words_do_not_end_the_trace(
+    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+) -> None:
+    """An upstream that lists no models is described by what a client asks for."""
+    gate.set()
+    tell = slow_upstream.script
+
+    async def no_models(talk: Conversation) -> None:
+        if talk.path == "/v1/models":
+            await talk.send(b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n")
+        else:
+            await tell(talk)
+
+    slow_upstream.script = no_models
+    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    wait_for(lambda: slow_upstream.seen)
+    question = QUESTION | {"model": "m" * 2_000_000}
+    httpx.post(proxy.url + "/v1/chat/completions", json=question, trust_env=False)
+    wait_for(proxy.records)
+    assert httpx.get(proxy.url + "/inferloop/health", trust_env=False).json()["trace"] == "ok"
+    assert [frame.info["model"] for frame in proxy.frames() if isinstance(frame, EngineFrame)] == [
+        "m" * 256
+    ]
+    assert proxy.stop() == 0
 
 
 def test_trace_that_fails_later_does_not_stop_the_forwarding(
