@@ -78,7 +78,9 @@ class Attendance:
         except OSError as error:
             if not self._said:
                 self._said = True
-                log.warning("`inferloop ring` will not show this reader: %s", error)
+                others = isinstance(error, PermissionError)  # another user's engine: may be meant
+                level = logging.INFO if others else logging.WARNING
+                log.log(level, "`inferloop ring` will not show this reader: %s", error)
 
     def leave(self) -> None:
         """Take the note away; the last reader takes the folder, too."""

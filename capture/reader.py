@@ -112,6 +112,16 @@ def discover(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def check_directory(directory: Path) -> None:
+    """Raise RingError when the directory cannot be listed: `discover` finds nothing in it then."""
+    try:
+        os.listdir(directory)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RingError(f"cannot look for rings in {directory}: {error.strerror}") from error
+
+
 def _remove_leftovers(directory: Path) -> None:
     """Temporary ring files that nobody holds the lock of, which their creator takes first."""
     for path in directory.glob(f".*.ring.*{TEMPORARY_SUFFIX}"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from capture.errors import RingError, RingFormatError, RingIncompleteError
-from capture.reader import RingReader, discover
+from capture.reader import RingReader, check_directory, discover
 from capture.ring import HEADER_BYTES, RingHeader
 
 ARCHIVE_SUFFIX = ".ring.zst"
@@ -22,7 +22,11 @@ COPY_BYTES = 1 << 20
 
 
 def ring_files(ring_dir: Path, archive_dir: Path) -> list[Path]:
-    """The rings of a directory, oldest first, after the archived ones of crashed engines."""
+    """The rings of a directory, oldest first, after the archived ones of crashed engines.
+
+    Raises RingError when the directory cannot be listed.
+    """
+    check_directory(ring_dir)
     return [*sorted(archive_dir.glob(f"*{ARCHIVE_SUFFIX}")), *discover(ring_dir)]
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture.attendance import Attendance
-from capture.errors import RingError, RingFormatError, RingIncompleteError
+from capture.errors import RingError, RingIncompleteError
 from capture.live import LiveEngine, LiveSnapshot
-from capture.reader import RingReader, discover
+from capture.reader import RingReader, check_directory, discover
 from capture.ring_report import ReaderLag, reader_lags
 
 WINDOW_S = 10.0
@@ -100,22 +100,29 @@ class Watch:
         self._discovered_s = time.monotonic()
         found = set(discover(self._directory))
         self._ended &= found
-        self._problems = {path: why for path, why in self._problems.items() if path in found}
-        for path in found - self._engines.keys() - self._ended - self._problems.keys():
+        cut = {path: why for path, why in self._problems.items() if path in self._ended}
+        self._problems = cut | self._directory_problem()
+        for path in found - self._engines.keys() - self._ended:
             try:
                 reader = RingReader(path)
             except RingIncompleteError:
                 continue  # still being copied
-            except RingFormatError as error:
-                self._problems[path] = str(error)
+            except RingError as error:
+                if path.exists():  # else it is gone again
+                    self._problems[path] = str(error)
                 continue
-            except RingError:
-                continue  # gone again
             if reader.writer_alive():
                 self._engines[path] = _Watched(reader, self._window_s)
             else:
                 reader.close()
                 self._ended.add(path)
+
+    def _directory_problem(self) -> dict[Path, str]:
+        try:
+            check_directory(self._directory)
+        except RingError as error:
+            return {self._directory: str(error)}
+        return {}
 
     def _drop(self, path: Path) -> None:
         self._engines.pop(path).close()

@@ -157,6 +157,19 @@ def test_an_unwritable_place_is_said_once_and_hurts_nobody(
     reader.leave()
 
 
+def test_another_users_ring_is_followed_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    ring = new_ring(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with caplog.at_level(logging.WARNING):
+        Attendance(ring.path, "top").report(CURSOR, 0)
+    assert caplog.records == []
+
+
 def test_a_removed_ring_takes_its_notes_along_and_they_do_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

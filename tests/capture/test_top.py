@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 from uuid import UUID
 
 import pytest
@@ -21,8 +22,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from capture.attendance import Attendance, attending, remove_ring
+from capture.errors import RingError
 from capture.frames import TraceWriter
 from capture.reader import RingReader, discover
+from capture.ring_report import summaries
 from capture.watch import Watch
 from cli.main import app, load_commands
 from cli.top_view import watch_view
@@ -112,6 +115,35 @@ def test_foreign_cut_and_incomplete_files_do_not_stop_the_view(
         watch.poll(1)
         assert watch.view().engines == []
         assert any("was cut" in problem for problem in watch.view().problems)
+
+
+def test_rings_that_may_not_be_read_are_named_until_they_may(
+    rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.watch.DISCOVER_S", 0.0)
+    ring = engine(rings, requests=1, steps=3)
+    really_open, really_list = os.open, os.listdir
+
+    def refuse(path: object, *_: object, **__: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def open_others(path: object, *rest: Any, **named: Any) -> int:
+        return refuse(path) if path == ring.path else really_open(path, *rest, **named)
+
+    with Watch(rings) as watch:
+        monkeypatch.setattr("capture.reader.os.open", open_others)
+        watch.poll(1)
+        assert watch.view().problems == [f"cannot read the ring {ring.path}: Permission denied"]
+        monkeypatch.setattr("capture.reader.os.open", really_open)
+        watch.poll(1)
+        assert watch.view().problems == []
+        assert len(watch.view().engines) == 1
+        monkeypatch.setattr("capture.reader.os.listdir", refuse)
+        watch.poll(1)
+        assert watch.view().problems == [f"cannot look for rings in {rings}: Permission denied"]
+        with pytest.raises(RingError, match="cannot look for rings"):
+            summaries(rings, rings)
+        monkeypatch.setattr("capture.reader.os.listdir", really_list)
 
 
 def test_what_is_too_fast_is_sampled_and_counted(
