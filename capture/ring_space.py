@@ -14,6 +14,9 @@ from capture.errors import RingError, RingSpaceError
 from capture.liveness import is_locked
 
 
+MODE = 0o640  # shared memory is everybody's, and tokens tell what was answered
+
+
 def allocate(path: Path, size: int) -> int:
     """Create `path` with all its blocks and lock it; returns the descriptor.
 
@@ -22,7 +25,7 @@ def allocate(path: Path, size: int) -> int:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE)
     except OSError as error:
         raise RingError(f"cannot create a ring in {path.parent}: {error.strerror}") from error
     try:

@@ -230,6 +230,10 @@ def test_the_lock_of_a_living_writer_is_exclusive(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_ring_is_not_for_everybody(tmp_path: Path) -> None:
+    assert new_ring(tmp_path).path.stat().st_mode & 0o7 == 0
+
+
 def test_no_room_is_an_error_at_the_start(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
