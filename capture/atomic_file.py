@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ def opened(output: Path) -> Iterator[IO[bytes]]:
                 yield file
             return
         output = output.resolve()
-        temporary = output.with_name(f".{output.name}.part")
+        temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
         try:
             with temporary.open("wb") as file:
                 yield file

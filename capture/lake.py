@@ -8,15 +8,20 @@ not safe for several threads: give each its own with `new_cursor`. Not for writi
 from __future__ import annotations
 
 import importlib.util
-import re
 import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from capture.errors import LakeError, LakeMissingError, LakeVersionError, first_line
+from capture.errors import (
+    LakeError,
+    LakeMissingError,
+    LakeVersionError,
+    first_line,
+    without_passwords,
+)
 from capture.lake_check import refuse_files_without_catalog
 from capture.lake_migrations import migrate, refuse_newer, stored_version
 from capture.schema import SCHEMA_VERSION
@@ -29,7 +34,6 @@ READER_BUSY_MS = 5000
 WRITER_BUSY_MS = 1000  # the collector waits by itself, and says so
 CREATION_WAITS_S = (0.05, 0.2, 0.8)
 NAME = "lake"
-_PASSWORD_PARAMETER = re.compile(r"""(?i)(\bpassword=)[^&\s"']*""")
 
 
 @dataclass(frozen=True)
@@ -69,18 +73,30 @@ class LakePlace:
         if not _is_postgres(self.catalog):
             return self.catalog
         scheme, _, rest = self.catalog.partition("://")
-        return _PASSWORD_PARAMETER.sub(r"\1***", f"{scheme}://{rest.rpartition('@')[2]}")
+        return without_passwords(f"{scheme}://{rest.rpartition('@')[2]}")
 
     @property
     def password(self) -> str | None:
-        """The password in the catalog's URL, as it stands there."""
-        return urlsplit(self.catalog).password if _is_postgres(self.catalog) else None
+        """The password in the catalog's URL: before the host or, as libpq allows, a parameter."""
+        if not _is_postgres(self.catalog):
+            return None
+        parts = urlsplit(self.catalog)
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name.lower() == "password":
+                return value
+        return None if parts.password is None else unquote(parts.password)
 
     def without_password(self) -> LakePlace:
         """The same place for a process that gets the password as PGPASSWORD."""
         if self.password is None:
             return self
-        return LakePlace(self.catalog.replace(f":{self.password}@", "@", 1), self.data)
+        parts = urlsplit(self.catalog)
+        user, at, host = parts.netloc.rpartition("@")
+        parameters = parse_qsl(parts.query, keep_blank_values=True)
+        kept = [pair for pair in parameters if pair[0].lower() != "password"]
+        query = urlencode(kept, quote_via=quote, safe="/")
+        bare = f"{parts.scheme}://{user.partition(':')[0]}{at}{host}{parts.path}"
+        return LakePlace(f"{bare}?{query}" if query else bare, self.data)
 
 
 def _is_postgres(catalog: str) -> bool:
@@ -200,8 +216,8 @@ def attach(connection: duckdb.DuckDBPyConnection, place: LakePlace, *, read_only
             raise LakeMissingError(missing(place)) from error
         reason = _explained(first_line(error), file)
         if place.password:
-            reason = reason.replace(place.password, "***")
-        reason = _PASSWORD_PARAMETER.sub(r"\1***", reason)
+            for written in (quote(place.password, safe=""), place.password):
+                reason = reason.replace(written, "***")
         raise LakeError(f"cannot open the lake at {place.described}: {reason}") from None
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 from capture.errors import QueryError
 from capture.lake import LakePlace, require_catalog
@@ -50,6 +49,7 @@ class QuerySession:
         self._place = place
         self._process = _start(place, self.limits)
         self._opened = False
+        self._spoiled = False  # by a query that was not answered to its end
         self._cancelled = False
 
     def __enter__(self) -> QuerySession:
@@ -76,6 +76,7 @@ class QuerySession:
         rows = self.limits.rows if rows is None else rows
         checked_text(sql)
         watchdog = self._ready()
+        self._spoiled = True
         reusable = False
 
         def batches() -> Iterator[pa.RecordBatch]:
@@ -98,21 +99,26 @@ class QuerySession:
             raise
         finally:
             watchdog.cancel()
-            if not reusable or watchdog.fired:
+            self._spoiled = not reusable or watchdog.fired
+            if self._spoiled:
                 self._process.kill()
                 self._process.wait()
 
     def warm(self) -> None:
-        """Start the process again, after a query that cost it, without waiting for it."""
-        if self._process.poll() is not None:
+        """Start the process again, after a query that cost it, without waiting for it.
+
+        May be interrupted anywhere: the next query finds out that it is still to be done.
+        """
+        if self._spoiled or (self._opened and self._process.poll() is not None):
+            self._spoiled = True
             _end(self._process)
             self._opened = False
             self._process = _start(self._place, self.limits)
+            self._spoiled = False
 
     def _ready(self) -> _Watchdog:
         """A watchdog for the next query, whose time starts once the process has the lake open."""
-        if self._opened:
-            self.warm()
+        self.warm()
         watchdog = _Watchdog(self._process, self.limits.timeout_s)
         try:
             if not self._opened:
@@ -120,9 +126,9 @@ class QuerySession:
                 self._opened = True
         except BaseException:
             watchdog.cancel()
+            self._spoiled = True
             self._process.kill()
             self._process.wait()
-            self._opened = True  # so that the next query starts it again
             raise
         self._cancelled = False
         watchdog.query_started()
@@ -164,8 +170,12 @@ class QuerySession:
                 "LIMIT) or give it more with --timeout"
             )
         text = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
-        last = text.splitlines()[-1] if text else f"exit code {process.returncode}"
-        return QueryError(f"the query process died ({last}): its memory limit may be too high")
+        if text:
+            return QueryError(f"the query process died: {text.splitlines()[-1]}")
+        return QueryError(
+            f"the query process died with exit code {process.returncode}: its memory limit may be "
+            "too high"
+        )
 
 
 @contextmanager
@@ -224,18 +234,19 @@ def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:
         for name, value in os.environ.items()
         if not name.startswith("INFERLOOP_") or name == "INFERLOOP_HOME"
     }
-    place, password = without_password(place)
-    if password is not None:
-        environment["PGPASSWORD"] = password  # SQL can see the URL, and no environment
+    if place.password is not None:
+        environment["PGPASSWORD"] = place.password  # SQL can see the URL, and no environment
     process = subprocess.Popen(
-        [sys.executable, "-m", "capture.query_process"],
+        # -P: not what lies in the working directory under the same name
+        [sys.executable, "-P", "-m", "capture.query_process"],
+        process_group=0,  # Ctrl-C is for whoever starts it, also while it imports
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
     )
     request = {
-        "place": asdict(place),
+        "place": asdict(place.without_password()),
         "memory_mib": limits.memory_mib,
         "threads": limits.threads,
     }
@@ -246,25 +257,6 @@ def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:
     except BrokenPipeError:
         pass  # it died at once; its message is on stderr
     return process
-
-
-def without_password(place: LakePlace) -> tuple[LakePlace, str | None]:
-    """The place without the password in its catalog's URL, and the password.
-
-    It stands before the host or, as libpq allows, among the parameters.
-    """
-    if place.catalog_file is not None:
-        return place, None
-    parts = urlsplit(place.without_password().catalog)
-    password = None if place.password is None else unquote(place.password)
-    kept = []
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name.lower() == "password":
-            password = value
-        else:
-            kept.append((name, value))
-    query = urlencode(kept, quote_via=quote, safe="/")
-    return LakePlace(urlunsplit(parts._replace(query=query)), place.data), password
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,6 @@ POSTGRES_PORT = 5432
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this process
     requests = map(json.loads, sys.stdin.buffer)
     output = sys.stdout.buffer
     try:
@@ -123,7 +121,8 @@ def shut(place: LakePlace) -> None:
     """Let the kernel refuse all but reading the lake, where it can: see `capture.sandbox`."""
     if place.catalog_file is None:
         port: int | None = urlsplit(place.catalog).port or POSTGRES_PORT
-        readable, written = [Path("~/.postgresql").expanduser(), Path("~/.pgpass").expanduser()], []
+        home = Path(os.path.expanduser("~"))  # without one it stays as it is
+        readable, written = [home / ".postgresql", home / ".pgpass"], []
     else:
         port = None
         readable = [place.catalog_file.parent]

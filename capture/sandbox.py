@@ -89,7 +89,8 @@ def limit_cpu(seconds: int) -> None:
 def _python() -> list[Path]:
     """Where modules are imported from, without the working directory."""
     here = Path(__file__).parent
-    places = {sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()}
+    imported = {path for path in sys.path if Path(path).is_absolute()} - {os.getcwd()}
+    places = {sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), *imported}
     return [here, Path(site.getusersitepackages()), *map(Path, places)]
 
 

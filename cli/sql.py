@@ -42,14 +42,20 @@ def sql(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=0, help="Rows at most, 0: all. Default: 100 as a table, else all."),
+        typer.Option(
+            min=0, max=1 << 62, help="Rows at most, 0: all. Default: 100 as a table, else all."
+        ),
     ] = None,
     watch: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Run it again every so many seconds until Ctrl-C."),
+        typer.Option(min=0.1, max=86_400, help="Run it again every so many seconds until Ctrl-C."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a query may take.")] = 30.0,
-    memory_mib: Annotated[int, typer.Option(min=64, help="Memory a query may use.")] = 1024,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=86_400, help="Seconds a query may take.")
+    ] = 30.0,
+    memory_mib: Annotated[
+        int, typer.Option(min=64, max=1 << 20, help="Memory a query may use.")
+    ] = 1024,
 ) -> None:
     """Query the trace lake, also while engines run and the collector writes. Read-only.
 

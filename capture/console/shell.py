@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -44,12 +45,17 @@ def open_history(path: Path) -> History:
     """The file of past queries, which only its owner may read; memory where none can be kept."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    class File(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk ends no session
+                super().store_string(string)
+
     try:
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
         path.chmod(0o600)
     except OSError:
         return InMemoryHistory()
-    return FileHistory(str(path))
+    return File(str(path))
 
 
 class Shell:
@@ -74,13 +80,9 @@ class Shell:
         prompt = self._prompt(history)
         while True:
             try:
-                text = prompt.prompt("inferloop> ")
-            except KeyboardInterrupt:
+                self.execute(prompt.prompt("inferloop> "))
+            except KeyboardInterrupt:  # also a second one, while the first was being said
                 continue
-            except EOFError:
-                return
-            try:
-                self.execute(text)
             except EOFError:
                 return
 

@@ -16,7 +16,8 @@ from capture.errors import QueryError
 from capture.query import QuerySession
 
 HOME, CLEAR_LINE, CLEAR_BELOW = b"\x1b[H", b"\x1b[K", b"\x1b[J"
-HEADER_LINES = 4
+CUT_LINES, WRAP_LINES = b"\x1b[?7l", b"\x1b[?7h"  # where the terminal ends
+HEADER_LINES, TABLE_LINES = 2, 2  # of a table: its columns' names, "first n rows"
 
 
 def watch(
@@ -36,11 +37,9 @@ def watch(
     first = True
     while True:
         started = time.monotonic()
-        if screen:
-            lines = max(shutil.get_terminal_size().lines - HEADER_LINES, 1)
-            rows_now = min(rows, lines) if rows else lines
-        else:
-            rows_now = rows
+        lines = max(shutil.get_terminal_size().lines - HEADER_LINES - 1, 1)
+        fitting = max(lines - TABLE_LINES, 1)
+        rows_now = min(rows or fitting, fitting) if screen else rows
         try:
             text = result(session, sql, form, rows_now, screen=screen)
         except QueryError as error:
@@ -50,13 +49,20 @@ def watch(
             text = f"{error}\n".encode()
         header = f"{datetime.now():%Y-%m-%d %H:%M:%S}  every {every_s:g} s".encode()
         if screen:
-            header += b", Ctrl-C ends\n\n"
-            stream.write(HOME + (header + text).replace(b"\n", CLEAR_LINE + b"\n") + CLEAR_BELOW)
+            stream.write(_picture(header + b", Ctrl-C ends", text.splitlines(), lines))
         else:
             stream.write(header + b"\n" + text + b"\n")
         stream.flush()
         first = False
         time.sleep(max(every_s - (time.monotonic() - started), 0.05))
+
+
+def _picture(header: bytes, rows: list[bytes], lines: int) -> bytes:
+    """The screen from its top; what does not fit is named, not scrolled away."""
+    if len(rows) > lines:
+        rows = [*rows[: lines - 1], b"... more than the screen holds"]
+    shown = b"".join(row + CLEAR_LINE + b"\r\n" for row in (header, b"", *rows))
+    return CUT_LINES + HOME + shown + CLEAR_BELOW + WRAP_LINES
 
 
 def result(session: QuerySession, sql: str, form: Format, rows: int, *, screen: bool) -> bytes:

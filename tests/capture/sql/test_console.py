@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import io
 import json
@@ -28,7 +29,8 @@ from prompt_toolkit.document import Document
 from capture.console.commands import COMMANDS
 from capture.console.completion import SqlCompleter, Vocabulary, read_vocabulary
 from capture.console.output import Format, write
-from capture.console.shell import Shell, is_complete
+from capture.console.shell import Shell, is_complete, open_history
+from capture.console.watch import watch
 from capture.query import QuerySession
 
 
@@ -194,6 +196,38 @@ def test_watching_without_a_terminal_prints_each_result_with_its_time(home: Path
         assert lines[start + 1 : start + 4] == ["seven", "7", ""]
 
 
+def test_a_watched_result_stays_on_a_small_screen(
+    session: QuerySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(io.BytesIO):
+        def flush(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((20, 8)))
+    for form in (Format.table, Format.line, Format.json):
+        screen = Watched()
+        with pytest.raises(KeyboardInterrupt):
+            watch(session, "FROM tokens", screen, every_s=1, form=form, rows=100, screen=True)
+        shown = screen.getvalue()
+        assert shown.startswith(b"\x1b[?7l\x1b[H"), "long lines are cut, not wrapped"
+        assert shown.endswith(b"\x1b[?7h")
+        assert shown.count(b"\n") < 8
+
+
+def test_a_history_that_cannot_be_kept_ends_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = open_history(tmp_path / "sql_history")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("prompt_toolkit.history.FileHistory.store_string", full)
+    history.append_string("SELECT 1")
+    assert history.get_strings() == ["SELECT 1"]
+    open_history(tmp_path / "nowhere" / "sql_history").append_string("SELECT 1")
+
+
 def test_without_a_terminal_the_query_is_read_from_standard_input(home: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = command(home, "-f", "csv", **pipes)
@@ -240,8 +274,8 @@ def test_the_shell_on_a_terminal(home: Path) -> None:
     terminal.type("SELECT sum(a.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e;\r")
     terminal.wait_for(r"\x1b\[\?2004l")  # it left the line: the query runs
     time.sleep(0.3)
-    terminal.type("\x03")
-    terminal.wait_for("stopped.*inferloop>")
+    terminal.type("\x03\x03\x03")  # impatient
+    terminal.wait_for("inferloop>")
     terminal.type("SELECT 1234 * 57 AS next;\r")
     terminal.wait_for("70338.*inferloop>")
     terminal.type("\x04")

@@ -10,7 +10,7 @@ import pytest
 
 from capture.errors import QueryError
 from capture.lake import LakePlace, open_connection
-from capture.query import QuerySession, without_password
+from capture.query import QuerySession
 from tests.migrations.postgres import postgres_server
 
 
@@ -71,13 +71,16 @@ def test_neither_password_nor_other_tables_are_seen(place: LakePlace) -> None:
             "postgresql://me@/x?host=/run/pg&sslmode=require",
             "p",
         ),
+        ("postgresql:///x?password=a%26b", "postgresql:///x", "a&b"),
         ("postgresql://me@db/x", "postgresql://me@db/x", None),
     ],
 )
 def test_the_password_is_taken_out_of_the_url(url: str, bare: str, password: str | None) -> None:
-    assert without_password(LakePlace(url, "d")) == (LakePlace(bare, "d"), password)
+    place = LakePlace(url, "d")
+    assert (place.without_password(), place.password) == (LakePlace(bare, "d"), password)
+    assert password is None or f"{password}/" not in place.described
 
 
 def test_a_sqlite_catalog_has_no_password() -> None:
     place = LakePlace(str(Path("/a:b@c/catalog.sqlite")), "d")
-    assert without_password(place) == (place, None)
+    assert (place.without_password(), place.password) == (place, None)

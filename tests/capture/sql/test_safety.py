@@ -274,6 +274,35 @@ def test_an_interrupted_query_is_not_left_running(session: QuerySession) -> None
     assert rows(session, "SELECT 1 AS a") == [{"a": 1}]
 
 
+def test_an_interrupted_restart_is_done_by_the_next_query(
+    session: QuerySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(ZeroDivisionError), session.run("FROM range(1000000000)"):
+        _ = 1 / 0
+    with monkeypatch.context() as patch:
+        patch.setattr("capture.query._start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.warm()
+    assert rows(session, "SELECT 1 AS a") == [{"a": 1}]
+
+
+def test_nothing_of_the_working_directory_is_run(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the process among those that the terminal interrupts while it imports."""
+    for name in ("json.py", "duckdb.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    with QuerySession(place_of(home)) as session:
+        assert os.getpgid(session._process.pid) != os.getpgrp()
+        assert rows(session, "SELECT 1 AS a") == [{"a": 1}]
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_early_leaver_does_not_spoil_the_next_query(session: QuerySession) -> None:
     with session.run("FROM range(1000000000)") as reader:
         assert reader.read_next_batch().num_rows > 0
@@ -307,7 +336,11 @@ def test_a_refused_statement_is_named_without_a_lake() -> None:
         check_statement(connection, "INSERT INTO x VALUES (1)")
 
 
-def test_an_empty_query_says_what_to_write(home: Path) -> None:
-    result = CliRunner().invoke(app, ["sql", ""], env={"INFERLOOP_HOME": str(home)})
-    assert result.exit_code == 1
-    assert "there is no query: write one" in str(result.exception)
+@pytest.mark.parametrize(
+    "arguments",
+    [("--timeout", "inf"), ("--watch", "inf"), ("--limit", "9" * 20), ("--memory-mib", "9" * 20)],
+)
+def test_limits_are_numbers_that_a_machine_can_hold(arguments: tuple[str, str]) -> None:
+    result = CliRunner().invoke(app, ["sql", "SELECT 1", *arguments])
+    assert result.exit_code == 2
+    assert "Invalid value" in result.stderr
