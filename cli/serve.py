@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from capture.frames import TraceWriter
-    from capture.mirror import Mirror
+    from capture.mirror_process import MirrorProcess
     from capture.settings import Settings
     from engine.core import Engine
     from engine.metrics import EngineMetrics
@@ -273,15 +273,15 @@ def _telemetry(
 
 def _mirror(
     options: _Options, settings: Settings, metrics: EngineMetrics, cleanup: ExitStack
-) -> Mirror | None:
+) -> MirrorProcess | None:
     """Where finished requests go, if any are kept."""
-    from capture.mirror import Mirror
     from capture.mirror_metrics import MirrorCollector
+    from capture.mirror_process import MirrorProcess
 
     share = settings.mirror_share if options.mirror_share is None else options.mirror_share
     if share == 0:
         return None
-    mirror = Mirror.from_settings(settings, share)
+    mirror = MirrorProcess(settings, share)
     cleanup.callback(mirror.close)
     metrics.registry.register(MirrorCollector(mirror, "inferloop:mirror", metrics.labels))
     return mirror

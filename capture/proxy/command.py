@@ -18,10 +18,10 @@ from typing import Any
 from uuid import uuid4
 
 from capture.frames import TraceWriter
+from capture.mirror_process import MirrorProcess
 from capture.proxy.address import Address, ProxyError, parse_upstream
 from capture.proxy.core import Proxy
 from capture.proxy.metrics import ProxyMetrics
-from capture.proxy.mirror_process import MirrorProcess
 from capture.proxy.recorder import Recorder
 from capture.ring import RingWriter
 from capture.settings import Settings

@@ -24,8 +24,8 @@ from capture.proxy.record import class_key, traffic_record
 from capture.proxy.trace import ProxyTrace
 
 if TYPE_CHECKING:
+    from capture.mirror_process import MirrorProcess
     from capture.proxy.metrics import ProxyMetrics
-    from capture.proxy.mirror_process import MirrorProcess
 
 log = logging.getLogger("inferloop.proxy")
 

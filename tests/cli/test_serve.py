@@ -56,6 +56,18 @@ def serving(home: Path, model: Path, *options: str) -> Iterator[tuple[subprocess
         process.wait()
 
 
+def metrics_of(url: str) -> str:
+    return httpx.get(f"{url}/metrics", trust_env=False).text
+
+
+def mirror_of(pid: int) -> Path:
+    """Where the kernel shows the mirror's process of a server."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    processes = [Path("/proc", child) for child in children]
+    (found,) = (p for p in processes if b"mirror_process" in (p / "cmdline").read_bytes())
+    return found
+
+
 def run(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*options), env=environment(home), capture_output=True, text=True, check=False
@@ -68,7 +80,7 @@ def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -
         answer = httpx.post(f"{url}/v1/completions", json=request, trust_env=False, timeout=60)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] <= 5
-        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        metrics = metrics_of(url)
         assert "inferloop:mirror_records_skipped" in metrics
         rings = list((tmp_path / "rings").glob("*.ring"))
         assert len(rings) == 1
@@ -84,6 +96,29 @@ def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -
     files = traffic_files(tmp_path / "traffic")
     lines = [line for file in files for _, line in numbered_lines(file)]
     assert [TrafficRecord.model_validate_json(line).status for line in lines] == [200]
+
+
+@pytest.mark.kill
+def test_the_mirror_finishes_its_file_though_the_server_is_killed(
+    tmp_path: Path, model: Path
+) -> None:
+    with serving(tmp_path, model, "--mirror-share", "1", "--no-trace") as (process, url):
+        mirror = mirror_of(process.pid)
+        for number in range(3):
+            request = {"model": "tiny", "prompt": f"hello {number}", "max_tokens": 2}
+            httpx.post(f"{url}/v1/completions", json=request, trust_env=False, timeout=60)
+        deadline = time.monotonic() + 30
+        while not re.search(r"mirror_records_written_total\S* 3\.0", metrics_of(url)):
+            assert time.monotonic() < deadline, "not all was written"
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        while mirror.exists():
+            assert time.monotonic() < deadline, "the mirror did not end with its server"
+            time.sleep(0.01)
+    (file,) = (tmp_path / "traffic").iterdir()
+    assert file.suffix == ".zst"
+    assert len(list(numbered_lines(file))) == 3
 
 
 def test_fingerprint_is_the_same_for_the_same_build_only(tmp_path: Path, model: Path) -> None:

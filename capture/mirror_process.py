@@ -1,8 +1,9 @@
-"""The traffic mirror in a process of its own, so that redaction never holds up the wire.
+"""The traffic mirror in a process of its own, so that redaction never holds up the server.
 
 Searching a long text holds the interpreter's lock for milliseconds, in which no stream of the same
-process gets its chunk. Offers are handed over by a thread, through a bounded queue. The process
-ends with the proxy, however that ends, and writes what it was given before.
+process gets its chunk and no step begins. Offers are handed over by a thread, through a bounded
+queue. The process ends with the server or proxy, however that ends, and writes what it was given
+before.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REPORT_S = 0.5
 """How often the process tells its counters."""
 
 NICENESS = 10
-"""The process waits for a core when the wire wants it."""
+"""The process waits for a core when the server wants it."""
 
 QUEUE_RECORDS = 1024
 GONE = "mirror_gone"
@@ -217,7 +218,8 @@ def _start(share: float) -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
-        command = [sys.executable, "-m", "capture.proxy.mirror_process", str(number), repr(share)]
+        module = "capture.mirror_process"
+        command = [sys.executable, "-P", "-m", module, str(number), repr(share)]
         process = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
     connection = Connection(ours.detach())
     try:
@@ -235,11 +237,11 @@ def _start(share: float) -> tuple[Connection, subprocess.Popen[bytes]]:
 def main(connection: Connection, share: float) -> None:
     """The process: a mirror that writes what it is sent until nothing more can come."""
     os.nice(NICENESS)
-    for number in (signal.SIGINT, signal.SIGTERM):  # it ends when the proxy has ended
+    for number in (signal.SIGINT, signal.SIGTERM):  # it ends when the server has ended
         signal.signal(number, signal.SIG_IGN)
     try:
         mirror = Mirror.from_settings(Settings(), share)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the proxy says it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the server says it
         connection.send(str(error))
         return
     connection.send(None)
@@ -247,15 +249,21 @@ def main(connection: Connection, share: float) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             if connection.poll(REPORT_S):
-                record = connection.recv()
-                chunks = record["chunks"].written(record["arrival_ns"])
-                mirror.offer(record | {"chunks": chunks})
+                mirror.offer(_written_out(connection.recv()))
             if time.monotonic() - reported_s >= REPORT_S:
                 connection.send(mirror.counters)
                 reported_s = time.monotonic()
     mirror.close()
     with contextlib.suppress(OSError):
         connection.send(mirror.counters)
+
+
+def _written_out(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as the mirror takes it: the proxy hands its chunks over as columns."""
+    chunks = record["chunks"]
+    if isinstance(chunks, list):
+        return record
+    return record | {"chunks": chunks.written(record["arrival_ns"])}
 
 
 if __name__ == "__main__":
