@@ -7,6 +7,7 @@ Not for following rings: that is `capture.reader`.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def find_ring(which: str | None, ring_dir: Path, archive_dir: Path) -> Path:
 
     Raises RingError that says which rings there are when there is none or more than one.
     """
-    if which is not None and ("/" in which or Path(which).exists()):
+    if which and ("/" in which or os.path.exists(which)):
         return Path(which)
     files = ring_files(ring_dir, archive_dir)
     if not files:
@@ -107,9 +108,9 @@ def _unpack(path: Path, target: BinaryIO) -> None:
 
 def _promised_bytes(head: bytes, path: Path) -> int:
     """Size of the ring whose first bytes these are."""
-    capacity = int.from_bytes(head[24:32], "little")
-    RingHeader.unpack(head, path, HEADER_BYTES + capacity)
-    return HEADER_BYTES + capacity
+    promised = HEADER_BYTES + int.from_bytes(head[24:32], "little")
+    RingHeader.unpack(head, path, promised if len(head) == HEADER_BYTES else len(head))
+    return promised
 
 
 def _engine(path: Path) -> str:

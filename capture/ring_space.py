@@ -13,7 +13,6 @@ from pathlib import Path
 from capture.errors import RingError, RingSpaceError
 from capture.liveness import is_locked
 
-
 MODE = 0o640  # shared memory is everybody's, and tokens tell what was answered
 
 

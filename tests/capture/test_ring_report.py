@@ -146,6 +146,8 @@ def test_rings_are_found_by_their_first_characters(tmp_path: Path) -> None:
         find_ring(None, tmp_path, tmp_path)
     with pytest.raises(RingError, match="starts with 'zz'; there are"):
         find_ring("zz", tmp_path, tmp_path)
+    with pytest.raises(RingError, match="starts with"):
+        find_ring("z" * 5000, tmp_path, tmp_path)
     with pytest.raises(RingError, match="'00' is the start of 2 engine ids"):
         find_ring("00", tmp_path, tmp_path)
     archive = archived(first.path, tmp_path / "crashes")
@@ -162,7 +164,8 @@ def test_rings_are_found_by_their_first_characters(tmp_path: Path) -> None:
     [
         (b"no zstd at all", RingFormatError, "is no archived ring"),
         (zstandard.compress(b"x" * 9000), RingFormatError, "is no ring"),
-        (zstandard.compress(b"short"), RingIncompleteError, "no header yet"),
+        (zstandard.compress(b"short"), RingIncompleteError, r"no header yet \(5 bytes\)"),
+        (b"", RingIncompleteError, r"no header yet \(0 bytes\)"),
     ],
 )
 def test_foreign_archives_are_refused(
