@@ -10,6 +10,10 @@ import re
 
 LONGEST_MESSAGE = 500
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_PASSWORDS = (
+    re.compile(r"""(://[^:/?@\s"]*:)[^\s"]*(?=@)"""),
+    re.compile(r"""(?i)(\bpassword=)[^&\s"]*"""),
+)
 
 
 class CaptureError(Exception):
@@ -83,15 +87,23 @@ class QueryError(CaptureError):
 def first_line(error: Exception) -> str:
     """What a DuckDB error says, without class, stack and query; of a failed commit the cause.
 
-    Cut when it is long and without control characters: it may quote what a person wrote.
+    Cut when it is long and without control characters: it may quote what a person wrote, and the
+    URL of a catalog, which it shows without the password.
     """
     text = str(error).strip()
     lines = [line for line in text.split("\n") if not line.startswith("DETAIL:")] or [text]
     line = lines[-1] if "Failed to commit" in lines[0] else lines[0]
-    line = _CONTROL.sub(" ", line.partition("Error: ")[2] or line)
+    line = without_passwords(_CONTROL.sub(" ", line.partition("Error: ")[2] or line))
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[:LONGEST_MESSAGE]}..."
     return f"{line} (is the disk full?)" if line.endswith("disk I/O error") else line
+
+
+def without_passwords(text: str) -> str:
+    """`text` with `***` for the passwords of the URLs in it, before the host or as parameters."""
+    for pattern in _PASSWORDS:
+        text = pattern.sub(r"\1***", text)
+    return text
 
 
 def place_of(error: BaseException) -> str:

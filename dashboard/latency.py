@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import duckdb
 import streamlit as st
 
-from capture.errors import CaptureError, LakeMissingError
+from capture.errors import CaptureError, LakeMissingError, first_line
 from capture.lake import NAME, LakePlace, open_connection
 from capture.settings import Settings
 from dashboard.drilldown import make_selectable, selected_region, show_region
@@ -75,7 +75,7 @@ def _content(period: str, quantile: float, bins: tuple[int, int], logarithmic: b
             cursor.execute(f"USE {NAME}")  # a cursor does not inherit the default schema
             _show_period(cursor, period, quantile, bins, logarithmic)
         except duckdb.Error as error:
-            st.error(f"cannot read the trace lake: {error}", icon=":material/error:")
+            st.error(f"cannot read the trace lake: {first_line(error)}", icon=":material/error:")
 
 
 def _show_period(

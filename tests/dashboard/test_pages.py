@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import duckdb
 import pytest
 from sqlalchemy import select
 from streamlit.testing.v1 import AppTest
@@ -19,12 +20,24 @@ from tests.evaluation.factory import CLASS, add_run, label
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return used(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def lake_home(read_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a lake that the test only reads."""
+    used(tmp_path, monkeypatch)
+    monkeypatch.setenv("INFERLOOP_HOME", str(read_home))
+    return read_home
+
+
+def used(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import streamlit as st
 
     st.cache_resource.clear()
-    monkeypatch.setenv("INFERLOOP_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setenv("INFERLOOP_HOME", str(home))
+    monkeypatch.chdir(home)
+    return home
 
 
 def latency_page() -> None:
@@ -68,8 +81,7 @@ def test_latency_page_without_lake_or_requests_says_how_to_get_some(home: Path) 
     assert "holds no request yet" in texts(run(latency_page).info)
 
 
-def test_latency_page_shows_figures_and_the_map(home: Path) -> None:
-    make_lake(home, lost=123)
+def test_latency_page_shows_figures_and_the_map(lake_home: Path) -> None:
     app = run(latency_page)
     metrics = {metric.label: metric.value for metric in app.metric}
     assert metrics["Requests"] == "40"
@@ -91,8 +103,7 @@ def test_latency_page_sees_what_is_written_while_it_is_open(home: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("period", "5 min"), ("period", "Custom"), ("quantile", "p50")]
 )
-def test_latency_page_controls(home: Path, key: str, value: str) -> None:
-    make_lake(home)
+def test_latency_page_controls(lake_home: Path, key: str, value: str) -> None:
     app = run(latency_page)
     next(control for control in app.button_group if control.key == key).set_value([value]).run()
     assert not app.exception
@@ -101,9 +112,8 @@ def test_latency_page_controls(home: Path, key: str, value: str) -> None:
 
 
 def test_latency_page_says_whether_its_figures_are_exact(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    lake_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_lake(home)
     assert "Exact, from every token" in texts(run(latency_page).caption)
     monkeypatch.setattr("dashboard.traces.EXACT_TOKENS", 1000)
     app = run(latency_page)
@@ -116,6 +126,24 @@ def test_latency_page_of_a_damaged_catalog_is_a_clear_line(home: Path) -> None:
     catalog.parent.mkdir()
     catalog.write_text("not a database, but long enough to be read as one" * 40)
     assert "lake" in texts(run(latency_page).error)
+
+
+def test_latency_page_of_a_catalog_of_another_kind_is_a_clear_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFERLOOP_LAKE_CATALOG", "mysql://me:secret@db/lake")
+    assert "is a mysql:// URL" in texts(run(latency_page).error)
+
+
+def test_latency_page_whose_database_goes_away_says_so_in_a_line_without_the_password(
+    lake_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise duckdb.IOException('IO Error: no "postgresql://me:secret@db/x"\n\tIs it running?')
+
+    monkeypatch.setattr("dashboard.latency.arrivals", gone)
+    app = run(latency_page)
+    assert texts(app.error) == 'cannot read the trace lake: no "postgresql://me:***@db/x"'
 
 
 def test_judging_page_without_database_or_runs(home: Path) -> None:
