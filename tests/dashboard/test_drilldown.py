@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from capture.lake import open_connection
+from capture.settings import Settings
 from dashboard.drilldown import selected_region
 from dashboard.traces import Region, slowest_requests, slowest_tokens
 from tests.dashboard.browser import dashboard, needs_chromium, new_page
@@ -27,9 +28,9 @@ def test_without_a_box_there_is_no_region(state: dict | None) -> None:
     assert selected_region(state) is None
 
 
-@pytest.fixture
-def lake(tmp_path: Path):
-    with open_connection(make_lake(tmp_path)) as found:
+@pytest.fixture(scope="module")
+def lake(read_home: Path):
+    with open_connection(Settings(home=read_home)) as found:
         yield found
 
 
@@ -49,7 +50,7 @@ def test_the_slowest_tokens_and_requests_of_a_region(lake) -> None:
 
 def test_a_request_that_still_runs_is_found(lake, tmp_path: Path) -> None:
     region = Region(START, START + timedelta(seconds=1), 0, 99)
-    with open_connection(make_lake(tmp_path / "other"), read_only=False) as other:
+    with open_connection(make_lake(tmp_path), read_only=False) as other:
         other.execute("DELETE FROM finishes WHERE slot = 0")
         assert slowest_requests(other, region, 20)["tokens"].tolist() == [29]
     assert slowest_requests(lake, region, 20)["tokens"].tolist() == [29]

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from capture.lake import NAME, open_connection
+from capture.settings import Settings
 from dashboard import traces
 from tests.dashboard.factory import START, make_lake
 
 END = START + timedelta(seconds=40)
 
 
-@pytest.fixture
-def cursor(tmp_path: Path):
-    with open_connection(make_lake(tmp_path, lost=123)) as lake, lake.cursor() as found:
+@pytest.fixture(scope="module")
+def cursor(read_home: Path):
+    with open_connection(Settings(home=read_home)) as lake, lake.cursor() as found:
         found.execute(f"USE {NAME}")
         yield found
 
