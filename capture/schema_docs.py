@@ -34,7 +34,20 @@ print(slow.num_rows, ttft.groupby("class_key").ttft_ms.median(), gaps.describe()
 ```
 
 Threads may share a lake; each query sees what was committed before it. pandas and polars are
-yours to install.
+yours to install. A result is held in memory, about 100 bytes a row of `tokens`: aggregate in SQL,
+or write millions of rows to a file with `inferloop sql --output`.
+
+With the shell of DuckDB 1.5, or any program that has it inside:
+
+    INSTALL ducklake; INSTALL sqlite; LOAD ducklake; LOAD sqlite;
+    SET GLOBAL sqlite_disable_multithreaded_scans = true;
+    ATTACH 'ducklake:sqlite:/var/lib/inferloop/lake/catalog.sqlite' AS lake
+        (READ_ONLY, META_BUSY_TIMEOUT 5000);
+    USE lake;
+
+Without the second line a query that meets a merge of files may miss rows; without READ_ONLY
+whatever you type may change the lake. A catalog in PostgreSQL needs neither `sqlite` nor that line:
+`ATTACH 'ducklake:postgres:postgresql://...' AS lake (READ_ONLY)`.
 
 - Times are UTC, `TIMESTAMP` with microseconds. Durations name their unit: `ttft_ms`, `latency_us`.
   NULL = not measured.

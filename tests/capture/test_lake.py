@@ -210,6 +210,25 @@ def test_every_example_of_the_documentation_runs(lake: duckdb.DuckDBPyConnection
         lake.execute(example).fetchall()
 
 
+def test_plain_duckdb_reads_the_lake_as_the_documentation_says(
+    lake: duckdb.DuckDBPyConnection, home: Path
+) -> None:
+    block = re.search(r"((?:^    .*\n)*    ATTACH (?:.*\n)*?    USE lake;)", DOCS.read_text(), re.M)
+    assert block is not None
+    script = block[1].replace(
+        "/var/lib/inferloop/lake/catalog.sqlite", str(home / "catalog.sqlite")
+    )
+    with duckdb.connect() as plain:
+        for name in ("ducklake", "sqlite_scanner"):
+            plain.execute(f"LOAD '{extension_path(name, duckdb.__version__)}'")
+        plain.execute(re.sub(r"(INSTALL|LOAD) \w+;", "", script))
+        setting = "SELECT current_setting('sqlite_disable_multithreaded_scans')"
+        assert only(plain, setting) == (True,), "else rows vanish while files are merged"
+        assert only(plain, "SELECT count(*) FROM token_gaps") == (GAPS,)
+        with pytest.raises(duckdb.Error, match="read-only"):
+            plain.execute("DELETE FROM marks")
+
+
 def test_the_documentation_is_current() -> None:
     assert DOCS.read_text() == render(), "run: python -m capture.schema_docs > docs/sql.md"
 
