@@ -37,7 +37,7 @@ from tests.engine.live_server import TEXT, body, live_server
 
 STEP_S = 0.004
 TOKEN_S = 0.0001
-PAUSE_S = 0.06
+PAUSE_S = 0.2
 
 
 class SleepingRunner(FakeRunner):
@@ -68,7 +68,7 @@ def pause() -> None:
 
 
 def collect_garbage() -> None:
-    """One collection that takes about as long as `pause`."""
+    """One collection that takes many times as long as a step."""
     gc.disable()
     cycles: list[Any] = []
     for _ in range(250_000):
@@ -227,7 +227,7 @@ def slow_client(home: Path) -> str:
 
 
 SCENARIOS: dict[str, tuple[Callable[[Path], str], int | None, str, str]] = {
-    "forward": (lambda home: played(home, slow_forward), 50, "device slow", "forward time 6"),
+    "forward": (lambda home: played(home, slow_forward), 50, "device slow", "forward time 2"),
     "sampling": (lambda home: played(home, slow_sampling), 50, "host slow", "sampling took"),
     "schedule": (lambda home: played(home, slow_scheduling), 50, "host slow", "scheduling took"),
     "delivery": (lambda home: played(home, slow_delivery), 50, "engine idle", "no step ran for"),
