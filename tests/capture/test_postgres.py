@@ -17,8 +17,10 @@ import pytest
 
 from capture.collector import Collector
 from capture.errors import LakeError, LakeMissingError, first_line
+from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
+from capture.lake_writer import LakeWriter
 from capture.query import run_query
 from capture.rollup import ALL_STEPS, roll_up
 from tests.capture.rings import MIB, engine, new_ring, write_request, write_step
@@ -103,6 +105,35 @@ def test_three_collectors_write_to_one_lake_at_once(place: LakePlace, tmp_path: 
     query = "SELECT count(*) AS tokens, count(DISTINCT engine_id) AS engines FROM tokens"
     with run_query(place, query) as reader:
         assert reader.read_all().to_pylist() == [{"tokens": 3 * 10 * 110, "engines": 6}]
+
+
+def test_a_commit_that_meets_anothers_clean_up_is_repeated_and_alarms_nobody(
+    place: LakePlace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DuckLake does not repeat it: the rows deleted might have been the ones added."""
+    told: list[str | None] = []
+    status = Status()
+    writer = LakeWriter(
+        place, status, threading.Event(), lambda status: told.append(status.waiting_for)
+    )
+    mark = "INSERT INTO marks SELECT uuid(), TIMESTAMP '2026-01-01', 'race'"
+    with open_connection(place, read_only=False) as other:
+        other.execute(mark)
+        racing = [other]
+
+        def commit() -> None:
+            connection = writer.connection()
+            connection.execute(f"BEGIN; {mark}")
+            if racing:
+                racing.pop().execute("DELETE FROM marks WHERE text = 'race'")
+            connection.execute("COMMIT")
+
+        writer.patiently(commit)
+        writer.close()
+        assert other.execute("SELECT count(*) FROM marks WHERE text = 'race'").fetchone() == (1,)
+    assert status.failed_commits == 1, "it did meet"
+    assert told == []
+    assert caplog.text == ""
 
 
 ROWS = 40
