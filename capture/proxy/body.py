@@ -28,12 +28,14 @@ class Budget:
 
 
 class Body:
-    """`wire_bytes` counts what passed; `cut` says that not all of it was kept. Raises
-    UnknownCodingError when the coding of `headers` is one that cannot be decoded."""
+    """`wire_bytes` counts what passed; `cut` says that not all of it was kept; `is_plain`: there is
+    no coding to take off. Raises UnknownCodingError when the coding of `headers` is one that cannot
+    be decoded."""
 
     def __init__(self, headers: Headers, budget: Budget, limit_bytes: int) -> None:
         coding = b",".join(values_of(headers, b"content-encoding"))
         self._decoder: Decoder = decoder_for(coding.decode("latin-1"))
+        self.is_plain = coding.strip().lower() in (b"", b"identity")
         self._budget, self._limit = budget, limit_bytes
         self._kept = bytearray()
         self.wire_bytes = 0

@@ -1,7 +1,8 @@
 """One captured request: from copies of its bytes to what is known of it.
 
-The wire calls `upload`, `response`, `download` and `end`, which only queue; the work is done after
-the wire's. Whatever fails here is counted and ends this request's capture, never its forwarding.
+The wire calls `upload`, `response`, `download` and `end`, which only copy or queue; the work is
+done after the wire's. Whatever fails here is counted and ends this request's capture, never its
+forwarding.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Observation:
         self._events: EventStream | None = None
         self._rows = 0
         self._last_of_choice: dict[int, int] = {}
-        self._queue(self._begin, head)
+        self._guarded(self._begin, head)
 
     @property
     def rows(self) -> int:
@@ -90,7 +91,10 @@ class Observation:
     # for the wire
 
     def upload(self, data: bytes) -> None:
-        self._queue(self._keep_request, data, size=len(data))
+        if self._request is not None and self._request.is_plain:
+            self._guarded(self._request.keep, data)  # as cheap as queueing, and takes no room there
+        else:
+            self._queue(self._keep_request, data, size=len(data))
 
     def upload_end(self) -> None:
         self._queue(self._read_request)

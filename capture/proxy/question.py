@@ -41,7 +41,9 @@ class Question:
 
 
 def read_question(body: bytes, *, chat: bool, cut: bool) -> Question:
-    """Read a request body; `cut`: its end is missing."""
+    """Read a request body; `cut`: its end is missing, and all of it where there was no room."""
+    if cut and not body:
+        return Question(unsupported="overflow")
     try:
         fields = pydantic_core.from_json(body, allow_partial="trailing-strings" if cut else False)
     except ValueError:
@@ -72,7 +74,7 @@ def _prompt(fields: dict[str, Any]) -> dict[str, Any]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    if isinstance(prompt, list) and prompt and all(_is_integer(item, 0) for item in prompt):
+    if isinstance(prompt, list) and prompt and _are_token_ids(prompt):
         return {"prompt_token_ids": prompt}
     return {"unsupported": "several_prompts" if isinstance(prompt, list) else "no_prompt"}
 
@@ -98,9 +100,14 @@ def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(stops, list) and stops and all(isinstance(item, str) for item in stops):
         found["stop"] = stops[:STOPS_KEPT]
     ids = fields.get("stop_token_ids")
-    if isinstance(ids, list) and ids and all(_is_integer(item, 0) for item in ids):
+    if isinstance(ids, list) and ids and _are_token_ids(ids):
         found["stop_token_ids"] = ids[:STOPS_KEPT]
     return found
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    """Without a loop of Python's: a prompt may be half a million of them."""
+    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 1 << 63
 
 
 def _is_integer(value: object, least: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 
@@ -121,6 +122,29 @@ def test_answer_without_an_end_takes_no_memory(proxy: ProxyProcess, upstream: Na
             received += len(connection.recv(1 << 20))
             before = before or proxy.rss_mib()
         assert proxy.rss_mib() - before < 20
+
+
+def test_many_long_prompts_at_once_are_all_captured(proxy: ProxyProcess, upstream: Nasty) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.body()
+        await talk.start_stream()
+        await talk.events(chat_event("a"), chat_event(finish_reason="stop"), DONE)
+        await talk.end_stream()
+
+    upstream.script = script
+    body = json.dumps({"prompt": [123456] * 500_000, "stream": True})
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=30) as http:
+            await asyncio.gather(*(http.post("/v1/completions", content=body) for _ in range(8)))
+
+    def skipped() -> list[str]:
+        metrics = httpx.get(proxy.url + "/inferloop/metrics", trust_env=False).text
+        return re.findall(r"capture_skipped_total.*", metrics)
+
+    before = skipped()
+    asyncio.run(ask_all())
+    assert skipped() == before
 
 
 def test_fifty_streams_at_once_stay_apart(proxy: ProxyProcess, upstream: Nasty) -> None:

@@ -116,6 +116,17 @@ def test_cut_request_is_read_as_far_as_it_goes() -> None:
     assert question.messages[0]["content"].startswith("xxx")
 
 
+def test_request_that_there_was_no_room_for_is_no_broken_one() -> None:
+    body = Body([], Budget(10), 1000)
+    body.keep(b"x" * 20)
+    assert read_question(body.take(), chat=True, cut=body.cut).unsupported == "overflow"
+
+
+@pytest.mark.parametrize("ids", [[1, -1], [1, 2.0], [1, True], [1, 1 << 63], [1, [2]], [1, "2"]])
+def test_prompt_that_is_no_list_of_token_ids(ids: list[Any]) -> None:
+    assert read_question(json.dumps({"prompt": ids}).encode(), chat=False, cut=False).unsupported
+
+
 def test_usage_of_the_last_event_is_no_running_count() -> None:
     """A server that puts all usage into the event with the finish reason."""
     answer = Answer(keeps_text=True, limit_bytes=1000, budget=Budget(5000))
