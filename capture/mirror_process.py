@@ -156,6 +156,8 @@ class MirrorProcess:
             self._buried = _sum(self._buried, child.told)
         if not self._is_closing:
             log.error("the mirror's process has died, and %d records with it", lost)
+        elif lost:
+            log.error("the mirror did not end within %g s: %d records are lost", CLOSE_S, lost)
 
 
 class _Child:
@@ -188,7 +190,6 @@ class _Child:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            log.error("the mirror did not end within %g s: its last records are lost", CLOSE_S)
             self._process.kill()
             self._process.wait()
         self._hearer.join(1.0)
@@ -260,8 +261,8 @@ def main(connection: Connection, share: float) -> None:
 
 def _written_out(record: dict[str, Any]) -> dict[str, Any]:
     """A record as the mirror takes it: the proxy hands its chunks over as columns."""
-    chunks = record["chunks"]
-    if isinstance(chunks, list):
+    chunks = record.get("chunks")
+    if chunks is None or isinstance(chunks, list):
         return record
     return record | {"chunks": chunks.written(record["arrival_ns"])}
 
