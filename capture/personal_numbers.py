@@ -32,7 +32,10 @@ LINE_BREAK = rf"[\t{NUMBER_SEPARATORS}]{{0,2}}\r?\n[ \t>]{{0,4}}"
 """A line break within a number, with the indent or quote mark of the next line."""
 
 DIGITS = re.compile(r"\d+")
-_IBAN = re.compile(rf"[A-Z]{{2}}\d{{2}}(?:(?: |{LINE_BREAK})?[A-Z0-9]){{11,40}}+")
+_IBAN = re.compile(
+    rf"[A-Z]{{2}}\d{{2}}(?:(?:[ \-\u00a0\u202f]|{LINE_BREAK})?[A-Z0-9]){{11,40}}+"
+    r"|(?<![A-Za-z0-9])[a-z]{2}\d{2}[a-z0-9]{11,30}+(?![A-Za-z0-9])"
+)
 _WRAPPED_RUN = re.compile(rf"\d(?:(?:[{NUMBER_SEPARATORS}]{{0,2}}|{LINE_BREAK})\d){{6,}}+")
 _LINE_WITH_DIGIT = re.compile(r"\n[ \t>]{0,4}\d")
 
@@ -116,8 +119,9 @@ def account_numbers(text: str) -> Iterator[Span]:
         start = run.start()
         if text[start - 1 : start].isalnum():
             continue
-        for end in range(run.end(), start + 14, -1):
-            if not text[end - 1].isspace() and is_iban(re.sub(r"[\s>]", "", text[start:end])):
+        is_small = text[start].islower()  # as most other identifiers: the whole of it or nothing
+        for end in (run.end(),) if is_small else range(run.end(), start + 14, -1):
+            if not text[end - 1].isspace() and is_iban(re.sub(r"[\s>\-]", "", text[start:end])):
                 yield start, end, "iban"
                 break
 

@@ -1,10 +1,10 @@
 """Replaces personal data and secrets in captured traffic by placeholders such as `<email>`.
 
 Found: e-mail addresses (also `a (at) b.com`), phone numbers, card numbers (Luhn), IBANs (mod 97),
-also over a line break, the shapes of API keys, bearer tokens, JWTs and private keys, and values
-named as a password, token or key. Not found: names, postal addresses, numbers spelled out in words
-or one digit a line, anything encoded (base64) or split over two fields. Where a check is unsure the
-text is redacted, not kept.
+also over a line break, the shapes of API keys, bearer tokens, JWTs and private keys, values named
+as a password, token or key, and passwords in addresses (`://user:password@`). Not found: names,
+postal addresses, numbers spelled out in words or one digit a line, anything encoded (base64) or
+split over two fields. Where a check is unsure the text is redacted, not kept.
 """
 
 from __future__ import annotations
@@ -45,11 +45,17 @@ card number."""
 
 PROMPT_TEXTS = ("messages", "prompt", "rendered_prompt")
 
+_INVISIBLE = r"\u00ad\u200b-\u200d\u2060\ufeff"
+"""Soft hyphens and the like, which come along with text that was copied from a page."""
+_ASCII_NAME = rf"A-Za-z0-9\-{_INVISIBLE}"
+_ANY_NAME = rf"\w\-{_INVISIBLE}"
 _EMAIL = re.compile(
-    r"(?<![A-Za-z0-9._+\-])[A-Za-z0-9._+\-]++(?:[@＠]|%40)"
-    r"(?:[A-Za-z0-9\-]++\.)+[A-Za-z0-9\-]{2,}+"
+    rf"(?<![{_ASCII_NAME}._+])[{_ASCII_NAME}._+]++(?:[@＠]|%40)"
+    rf"(?:[{_ASCII_NAME}]++[.．])+[{_ASCII_NAME}]{{2,}}+"
 )
-_EMAIL_ANY_SCRIPT = re.compile(r"(?<![\w.+\-])[\w.+\-]++[@＠][\w\-]++(?:\.[\w\-]++)+")
+_EMAIL_ANY_SCRIPT = re.compile(
+    rf"(?<![{_ANY_NAME}.+])[{_ANY_NAME}.+]++[@＠][{_ANY_NAME}]++(?:[.．][{_ANY_NAME}]++)+"
+)
 _EMAIL_SIGNS = ("@", "＠", "%40")
 _AT = r"\s{0,2}[(\[{<]\s?(?i:at|@)\s?[)\]}>]\s{0,2}"
 _DOT = r"\s{0,2}[(\[{<]\s?(?i:dot|punkt|\.)\s?[)\]}>]\s{0,2}|\s{1,2}(?i:dot)\s{1,2}"
@@ -100,8 +106,12 @@ _ASSIGNED = re.compile(
     r"[\w+/.~!@#$%^&*-]{8,}+=*+)"
 )
 """`password = hunter2xyz`: a value with letters and digits, if what stands before it names one."""
-_NAMES_SECRET = re.compile(r"(?i:secret|token|password|passwd|key|authorization)[\"']?\s{0,3}\Z")
+_NAMES_SECRET = re.compile(
+    r"(?i:secret|token|password|passwd|pwd|passwort|key|authorization)[\"']?\s{0,3}\Z"
+)
 NAME_CHARS = 20
+_IN_ADDRESS = re.compile(r"(?<=://)[^\s/?#:@]{0,64}+:(?P<value>[^\s/?#@]{1,128}+)(?=@)")
+"""`postgres://user:password@host`."""
 _NUMBER_RUN = re.compile(rf"\d(?:[{NUMBER_SEPARATORS}]{{0,2}}\d){{6,}}+")
 _NOT_BEFORE_PHONE = re.compile(r"(?:[A-Za-z0-9_]|\d[.,])\Z")
 _NOT_AFTER_PHONE = re.compile(r"[A-Za-z0-9_]")
@@ -156,6 +166,8 @@ class Redactor:
             text = self._replace(_SECRET, "secret", text)
         text = self._cut_out(text, list(_named_secrets(text)))
         if any(sign in text for sign in _EMAIL_SIGNS):
+            found = _IN_ADDRESS.finditer(text)
+            text = self._cut_out(text, [(*one.span("value"), "secret") for one in found])
             text = self._replace(_EMAIL, "email", text)
             text = self._replace(_EMAIL_ANY_SCRIPT, "email", text)
         lowered = text.lower()

@@ -68,6 +68,15 @@ FOUND = [
     ("jane{AT}example.org, jane <at> example.org", "<email>, <email>"),
     ("reach jane at example dot com.", "reach <email>."),
     ("jane (@) example.com", "<email>"),
+    ("jane.\u200bdoe@exam\u00adple.com, jane＠example．com", "<email>, <email>"),
+    ("postgres://me:s3cret!@db:5432/x", "postgres://me:<secret>@db:5432/x"),
+    ("https://u:p@a.example.com/", "https://u:<secret>@a.example.com/"),
+    ("pwd=Passw0rd!1", "pwd=<secret>"),
+    ("iban de89370400440532013000.", "iban <iban>."),
+    (
+        "DE89-3704-0044-0532-0130-00, GB82\u00a0WEST\u00a01234\u00a05698\u00a07654\u00a032",
+        "<iban>, <iban>",
+    ),
     *(
         (f"{prefix}{'0123456789abcdef' * 2}", "<secret>")
         for prefix in (
@@ -96,6 +105,7 @@ KEPT = [
     "4111 1111 1111\n\n1112 4111",
     "@@ -1,7 +1,7 @@\n+12\n+3456789",
     "12.50\n4111.10\n1111.25\n1111.00",
+    "commit de89370400440532013000aa, http://localhost:8000/a@b, 12:30@noon",
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 हिन्दी ไทย 한국어",
 ]
 
@@ -132,12 +142,13 @@ def test_redacting_again_changes_nothing(text: str) -> None:
     ["a@a." * 100_000, "x@" + "a-" * 200_000, "1 2 3 4 5 " * 20_000, "+1" * 200_000,
      ": " * 100_000, "token=" * 50_000, "key=" + "a1" * 100_000, "%40a." * 100_000,
      "4111\n" * 100_000, "12 34\n5 " * 50_000, "a at b dot " * 50_000, "a (at) b." * 50_000,
-     "AB12\nCD34 " * 50_000, "-----BEGIN PRIVATE KEY-----" * 20_000, "eyJ" * 200_000],
+     "AB12\nCD34 " * 50_000, "-----BEGIN PRIVATE KEY-----" * 20_000, "eyJ" * 200_000,
+     "://a:" * 100_000 + "@", "de89" * 100_000, "DE89-" * 100_000],
 )  # fmt: skip
 def test_hostile_text_takes_linear_time(text: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     Redactor().text(text)
-    assert time.monotonic() - started < 5
+    assert time.thread_time() - started < 5
 
 
 @given(st.integers(-40, 40))
