@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.main import app
+from cli.screen import size
 
 if TYPE_CHECKING:
-    from capture.exports.otlp import OtlpExporter, Target
+    from capture.exports.otlp import OtlpExporter
+    from capture.exports.otlp_source import Cursor
     from capture.exports.perfetto import Summary
-    from capture.settings import Settings
 
 TIME_HELP = "ISO 8601 time, UTC unless it has an offset."
 
@@ -31,7 +33,8 @@ app.add_typer(group, name="export")
 def perfetto(
     out: Annotated[Path, typer.Option("--out", "-o", help="The trace file to write.")],
     request: Annotated[
-        list[str] | None, typer.Option(help="A request's id; may be given several times.")
+        list[str] | None,
+        typer.Option(help="A request's id, or its beginning; may be given several times."),
     ] = None,
     slowest: Annotated[
         int | None, typer.Option(min=1, help="The so many requests that took longest.")
@@ -67,7 +70,7 @@ def perfetto(
 
 def _described(out: Path, summary: Summary) -> str:
     counts = ", ".join(f"{count:,} {name}" for name, count in summary.written.items())
-    text = f"{out}: {summary.size / (1 << 20):.1f} MiB, {summary.events:,} events: {counts}"
+    text = f"{out}: {size(summary.size)}, {summary.events:,} events: {counts}"
     if summary.cut_at is None:
         return text
     left = ", ".join(f"{count:,} {name}" for name, count in summary.left_out.items() if count)
@@ -103,7 +106,7 @@ def otlp(
     Example:  inferloop export otlp --endpoint http://localhost:4318 --follow
     """
     from capture.exports.otlp import OtlpExporter, Target, export_once
-    from capture.exports.otlp_source import Cursor
+    from capture.exports.otlp_source import Cursor, alone
     from capture.exports.selection import ExportError
     from capture.lake import open_connection
     from capture.settings import Settings
@@ -113,35 +116,32 @@ def otlp(
         raise ExportError("--follow goes on from the last export: leave out --from and --to")
     target, settings = Target(endpoint, timeout), Settings()
     with open_connection(settings) as lake:
-        exporter = OtlpExporter(lake, target)
+        exporter = OtlpExporter(lake, target, _say)
+        file = target.cursor_file(settings.home)
         try:
-            if follow:
-                _follow(exporter, target, settings)
-            elif window != (None, None):
+            if window != (None, None):
                 export_once(exporter, Cursor(), lambda _: None, *window)
             else:
-                file = target.cursor_file(settings.home)
-                export_once(exporter, Cursor.load(file), lambda cursor: cursor.save(file))
+                with alone(file):
+                    (_follow if follow else export_once)(
+                        exporter, Cursor.load(file), lambda cursor: cursor.save(file)
+                    )
         finally:
             exporter.close()
-    typer.echo(f"{exporter.requests:,} requests sent to {endpoint}", err=True)
+    _say(f"{exporter.requests:,} requests sent to {endpoint}")
 
 
-def _follow(exporter: OtlpExporter, target: Target, settings: Settings) -> None:
+def _follow(exporter: OtlpExporter, cursor: Cursor, keep: Callable[[Cursor], None]) -> None:
     from capture.exports.otlp import follow
-    from capture.exports.otlp_source import Cursor
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    file = target.cursor_file(settings.home)
-    follow(
-        exporter,
-        Cursor.load(file),
-        lambda cursor: cursor.save(file),
-        stop,
-        lambda text: typer.echo(text, err=True),
-    )
+    follow(exporter, cursor, keep, stop, _say)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _time(text: str | None) -> datetime | None:

@@ -12,20 +12,28 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import requests
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.metrics.export import MetricExportResult
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from capture.console.output import one_line
+from capture.errors import CaptureError
 from capture.exports.otlp_metrics import Histograms
 from capture.exports.otlp_source import Cursor, Row, after, events_of
 from capture.exports.otlp_spans import resource_of, spans_of
@@ -53,6 +61,11 @@ class Target:
             raise ExportError(
                 f"the endpoint {self.endpoint!r} is no URL: write http://HOST:4318 (OTLP over HTTP)"
             )
+        base, _, signal = self.endpoint.rstrip("/").rpartition("/v1/")
+        if signal in ("traces", "metrics"):
+            raise ExportError(
+                f"the endpoint {self.endpoint!r} has a signal's path, which is added: write {base}"
+            )
 
     def cursor_file(self, home: Path) -> Path:
         """Where it is kept how far the export to this endpoint is."""
@@ -64,11 +77,15 @@ class Target:
 class OtlpExporter:
     """Sends batches of finished requests to one endpoint. Not for several threads."""
 
-    def __init__(self, lake: duckdb.DuckDBPyConnection, target: Target) -> None:
+    def __init__(
+        self, lake: duckdb.DuckDBPyConnection, target: Target, say: Callable[[str], None]
+    ) -> None:
+        """`say` is told what the endpoint took a batch without."""
         base = target.endpoint.rstrip("/")
         self.requests = 0
         self._lake = lake
         self._base = base
+        self._say = say
         self._histograms = Histograms()
         self._sessions = {"spans": _Session(), "metrics": _Session()}
         self._spans = OTLPSpanExporter(
@@ -110,14 +127,27 @@ class OtlpExporter:
         with _quiet():
             if self._spans.export(spans) is not SpanExportResult.SUCCESS:
                 raise self._failed("spans", len(rows))
+            self._say_rejected("spans", ExportTraceServiceResponse())
             histograms = self._histograms.with_rows(rows)
             if self._metrics.export(histograms.data()) is not MetricExportResult.SUCCESS:
                 raise self._failed("metrics", len(rows))
+            self._say_rejected("metrics", ExportMetricsServiceResponse())
         self._histograms = histograms
 
     def close(self) -> None:
         self._spans.shutdown()  # type: ignore[no-untyped-call]
         self._metrics.shutdown()
+
+    def _say_rejected(
+        self, what: str, answer: ExportTraceServiceResponse | ExportMetricsServiceResponse
+    ) -> None:
+        """A part that the endpoint refuses for good; the protocol forbids to send it again."""
+        with suppress(DecodeError):
+            answer.ParseFromString(self._sessions[what].answer)
+        for field, value in answer.partial_success.ListFields():
+            if field.name.startswith("rejected") and value:
+                reason = one_line(answer.partial_success.error_message or "without a reason")
+                self._say(f"{self._base} rejected {value:,} of the {what} for good: {reason}")
 
     def _failed(self, what: str, requests: int) -> ExportError:
         return ExportError(
@@ -148,11 +178,15 @@ def follow(
     say: Callable[[str], None],
 ) -> None:
     """Send what is there and what comes, until `stop`; a failure is said, and tried again."""
-    wait_s = POLL_S
+    wait_s, kept = POLL_S, cursor
     while not stop.is_set():
         try:
             moved = exporter.send_after(cursor)
-        except ExportError as error:
+            cursor = moved or cursor
+            if cursor is not kept:
+                keep(cursor)
+                kept = cursor
+        except CaptureError as error:  # the endpoint, the lake's database, or a full disk
             say(f"{error}; trying again in {wait_s:.0f} s")
             stop.wait(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -160,9 +194,6 @@ def follow(
         wait_s = POLL_S
         if moved is None:
             stop.wait(POLL_S)
-            continue
-        cursor = moved
-        keep(cursor)
 
 
 class _Session(requests.Session):
@@ -171,8 +202,10 @@ class _Session(requests.Session):
     def __init__(self) -> None:
         super().__init__()
         self.last = "no answer"
+        self.answer = b""
 
     def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        options["allow_redirects"] = False  # a login page would take everything
         try:
             response = super().send(request, **options)
         except requests.RequestException as error:
@@ -180,6 +213,9 @@ class _Session(requests.Session):
             self.last = found[1] if found is not None else type(error).__name__
             raise
         self.last = f"HTTP {response.status_code} {response.reason}"
+        self.answer = response.content
+        if 300 <= response.status_code < 400:
+            response.status_code = HTTPStatus.MISDIRECTED_REQUEST  # the SDK takes it for a success
         return response
 
 

@@ -6,13 +6,19 @@ was read; requests of that very microsecond are named. Not for sending.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from capture.atomic_file import opened
+from capture.errors import LakeError, first_line
 from capture.exports.selection import ExportError
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ Row = dict[str, Any]
 SLOW_TOKENS = 8
 SLOW_FACTOR = 4
 SLOW_US = 10_000
+MARGIN_US = 1_000_000  # after the last finish
 
 
 @dataclass
@@ -35,7 +42,12 @@ class Cursor:
         """The cursor of a file, or a new one. Raises ExportError when it cannot be read."""
         try:
             stored = json.loads(path.read_text())
-            return cls({key: (int(at), list(slots)) for key, (at, slots) in stored.items()})
+            return cls(
+                {
+                    str(UUID(engine)): (int(at), [int(slot) for slot in slots])
+                    for engine, (at, slots) in stored.items()
+                }
+            )
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -45,10 +57,7 @@ class Cursor:
             ) from None
 
     def save(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ExportError(f"cannot make {path.parent}: {error.strerror}") from error
+        """Raises OutputError."""
         with opened(path) as file:
             file.write(json.dumps(self.engines).encode())
 
@@ -62,6 +71,30 @@ class Cursor:
             elif row["finished_us"] == at:
                 engines[row["engine_id"]] = (at, [*slots, row["slot"]])
         return Cursor(engines)
+
+
+@contextmanager
+def alone(cursor_file: Path) -> Iterator[None]:
+    """Keep a second export with the same cursor away. Raises ExportError."""
+    path = cursor_file.with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    except OSError as error:
+        raise ExportError(f"cannot lock {path}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().decode(errors="replace") or "unknown"
+            raise ExportError(
+                f"another export (pid {owner}) to this endpoint is at work: stop it first"
+            ) from None
+        with suppress(OSError):  # a full disk; the lock holds all the same
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+        yield
 
 
 _NEXT = """
@@ -104,12 +137,13 @@ def after(
     engines = [
         (engine, at_us, slot) for engine, (at_us, slots) in cursor.engines.items() for slot in slots
     ]
-    lake.execute(
-        "CREATE OR REPLACE TEMP TABLE exported (engine_id UUID, at_us BIGINT, slot BIGINT)"
-    )
-    if engines:
-        lake.executemany("INSERT INTO exported VALUES (?, ?, ?)", engines)
-    return _rows(lake, _NEXT, {"start": start, "end": end, "limit": limit})
+    with _reading():
+        lake.execute(
+            "CREATE OR REPLACE TEMP TABLE exported (engine_id UUID, at_us BIGINT, slot BIGINT)"
+        )
+        if engines:
+            lake.executemany("INSERT INTO exported VALUES (?, ?, ?)", engines)
+        return _rows(lake, _NEXT, {"start": start, "end": end, "limit": limit})
 
 
 def events_of(lake: duckdb.DuckDBPyConnection, rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
@@ -125,12 +159,16 @@ def events_of(lake: duckdb.DuckDBPyConnection, rows: list[Row]) -> dict[tuple[st
             "slot": [row["slot"] for row in rows],
         }
     )
-    start_us = min(row["arrived_us"] for row in rows)
-    lake.register("batch", batch)
-    try:
-        found = _rows(lake, _EVENTS, {"start": start_us})
-    finally:
-        lake.unregister("batch")
+    times = {
+        "start": min(row["arrived_us"] for row in rows),
+        "end": max(max(row["finished_us"], row["flushed_us"] or 0) for row in rows) + MARGIN_US,
+    }
+    with _reading():
+        lake.register("batch", batch)
+        try:
+            found = _rows(lake, _EVENTS, times)
+        finally:
+            lake.unregister("batch")
     events: dict[tuple[str, int], list[Row]] = {}
     for row in found:
         attributes = {
@@ -151,7 +189,7 @@ measured AS (
     SELECT t.engine_id, t.slot, t.position, t.step_id, t.latency_us, t.emitted_at,
         median(t.latency_us) OVER (PARTITION BY t.engine_id, t.slot) AS usual_us
     FROM tokens AS t SEMI JOIN meant USING (engine_id, slot)
-    WHERE t.emitted_at >= make_timestamp($start) AND NOT t.is_first
+    WHERE t.emitted_at BETWEEN make_timestamp($start) AND make_timestamp($end) AND NOT t.is_first
 ), slow AS (
     FROM measured
     WHERE latency_us > {SLOW_FACTOR} * usual_us AND latency_us > {SLOW_US}
@@ -165,9 +203,21 @@ FROM slow
 UNION ALL
 SELECT engine_id::VARCHAR, slot, epoch_us(happened_at), 'inferloop.' || kind, NULL, NULL, NULL, NULL
 FROM events SEMI JOIN meant USING (engine_id, slot)
-WHERE kind IN ('preempted', 'resumed') AND happened_at >= make_timestamp($start)
+WHERE kind IN ('preempted', 'resumed')
+    AND happened_at BETWEEN make_timestamp($start) AND make_timestamp($end)
 ORDER BY at_us
 """
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raises LakeError when the lake cannot be read now, such as while its database restarts."""
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        raise LakeError(f"cannot read the lake: {first_line(error)}") from error
 
 
 def _rows(lake: duckdb.DuckDBPyConnection, sql: str, values: dict[str, Any]) -> list[Row]:

@@ -6,27 +6,32 @@ import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from capture.atomic_file import OutputError
 from capture.exports import genai
-from capture.exports.otlp import OtlpExporter, Target, export_once
-from capture.exports.otlp_source import Cursor
+from capture.exports.otlp import OtlpExporter, Target, export_once, follow
+from capture.exports.otlp_source import Cursor, after, alone
 from capture.exports.selection import ExportError
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
@@ -37,10 +42,11 @@ MS = 1_000_000
 
 
 class Endpoint:
-    """An OTLP endpoint that answers with `answers` in turn, then with 200."""
+    """An OTLP endpoint that answers with `answers` in turn, then with 200 and `reply`."""
 
     def __init__(self, answers: list[int]) -> None:
         self.answers = answers
+        self.reply = b""
         self.requests = 0
         self.traces: list[ExportTraceServiceRequest] = []
         self.metrics: list[ExportMetricsServiceRequest] = []
@@ -56,6 +62,15 @@ class Endpoint:
                 if status == 200:
                     endpoint.take(self.path, body)
                 self.send_response(status)
+                reply = endpoint.reply if status == 200 else b""
+                self.send_header("Content-Length", str(len(reply)))
+                if 300 <= status < 400:
+                    self.send_header("Location", "/login")
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def do_GET(self) -> None:
+                self.send_response(200)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -125,14 +140,33 @@ def write_requests(home: Path, *, failed: int = 1) -> list[str]:
     return ids
 
 
+class Trace(NamedTuple):
+    ids: list[str]
+    home: Path
+    place: LakePlace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """A lake that tests read: a request that succeeded and one that failed."""
+    home = tmp_path_factory.mktemp("home")
+    return Trace(write_requests(home), home, commit_rings(home))
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def send(place: LakePlace, url: str, cursor: Cursor, timeout_s: float = 10.0) -> Cursor:
+def send(
+    place: LakePlace,
+    url: str,
+    cursor: Cursor,
+    timeout_s: float = 10.0,
+    say: Callable[[str], None] = print,
+) -> Cursor:
     with open_connection(place) as lake:
-        exporter = OtlpExporter(lake, Target(url, timeout_s))
+        exporter = OtlpExporter(lake, Target(url, timeout_s), say)
         try:
             return export_once(exporter, cursor, lambda _: None)
         finally:
@@ -152,12 +186,10 @@ def attributes(entries: Any) -> dict[str, Any]:
     return values
 
 
-def test_a_request_is_a_server_span_with_its_phases_below(home: Path) -> None:
-    ids = write_requests(home)
-    place = commit_rings(home)
+def test_a_request_is_a_server_span_with_its_phases_below(trace: Trace) -> None:
     with serving() as endpoint:
-        send(place, endpoint.url, Cursor())
-    spans = {span.name: span for span in endpoint.spans() if span.trace_id.hex() == ids[0]}
+        send(trace.place, endpoint.url, Cursor())
+    spans = {span.name: span for span in endpoint.spans() if span.trace_id.hex() == trace.ids[0]}
     assert set(spans) == {"chat tiny", "queue", "prefill", "decode", "send"}
     root = spans["chat tiny"]
     assert root.kind == Span.SPAN_KIND_SERVER
@@ -188,12 +220,10 @@ def test_a_request_is_a_server_span_with_its_phases_below(home: Path) -> None:
     assert (told["inferloop.token.position"], told["inferloop.token.latency_ms"]) == (5, 300.0)
 
 
-def test_a_failed_request_is_an_error_and_counts_in_no_latency_but_duration(home: Path) -> None:
-    ids = write_requests(home, failed=1)
-    place = commit_rings(home)
+def test_a_failed_request_is_an_error_and_counts_in_no_latency_but_duration(trace: Trace) -> None:
     with serving() as endpoint:
-        send(place, endpoint.url, Cursor())
-    (span,) = (span for span in endpoint.spans() if span.trace_id.hex() == ids[1])
+        send(trace.place, endpoint.url, Cursor())
+    (span,) = (span for span in endpoint.spans() if span.trace_id.hex() == trace.ids[1])
     assert span.status.code == Status.STATUS_CODE_ERROR
     assert attributes(span.attributes)["error.type"] == "timeout"
     (sent,) = endpoint.metrics
@@ -219,10 +249,10 @@ def test_a_failed_request_is_an_error_and_counts_in_no_latency_but_duration(home
     assert sorted(errors, key=str) == [None, "timeout"]
 
 
-def test_an_endpoint_that_is_busy_twice_gets_everything_once(home: Path) -> None:
+def test_an_endpoint_that_is_busy_gets_everything_once(home: Path) -> None:
     ids = write_requests(home, failed=4)
     place = commit_rings(home)
-    with serving(503, 503) as endpoint:
+    with serving(503) as endpoint:
         cursor = send(place, endpoint.url, Cursor(), timeout_s=30)
         assert sorted({span.trace_id.hex() for span in endpoint.spans()}) == sorted(ids)
         assert len(endpoint.traces) == 1
@@ -235,13 +265,11 @@ def test_an_endpoint_that_is_busy_twice_gets_everything_once(home: Path) -> None
         assert len(endpoint.spans()) == 5 + 4 + 5
 
 
-def test_what_was_not_confirmed_is_sent_again_as_the_same_spans(home: Path) -> None:
-    write_requests(home)
-    place = commit_rings(home)
+def test_what_was_not_confirmed_is_sent_again_as_the_same_spans(trace: Trace) -> None:
     with serving() as endpoint:
-        send(place, endpoint.url, Cursor())
+        send(trace.place, endpoint.url, Cursor())
         once = {span.span_id for span in endpoint.spans()}
-        send(place, endpoint.url, Cursor())
+        send(trace.place, endpoint.url, Cursor())
         assert {span.span_id for span in endpoint.spans()} == once
 
 
@@ -255,13 +283,97 @@ def test_a_request_whose_arrival_was_lost_does_not_stop_the_others(home: Path) -
     assert sorted({span.trace_id.hex() for span in endpoint.spans()}) == sorted(ids[2:])
 
 
-def test_a_refusal_is_clear_and_moves_no_cursor(home: Path) -> None:
-    write_requests(home)
-    place = commit_rings(home)
+def test_a_refusal_is_clear_and_moves_no_cursor(trace: Trace) -> None:
     with serving(401) as endpoint, pytest.raises(ExportError, match=r"spans of 2 requests .*401"):
-        send(place, endpoint.url, Cursor())
+        send(trace.place, endpoint.url, Cursor())
     with serving(200, 400) as endpoint, pytest.raises(ExportError, match=r"metrics of 2 req.*400"):
-        send(place, endpoint.url, Cursor())
+        send(trace.place, endpoint.url, Cursor())
+    with serving(302) as endpoint, pytest.raises(ExportError, match=r"spans of 2 requests .*302"):
+        send(trace.place, endpoint.url, Cursor())
+
+
+def test_what_an_endpoint_rejects_for_good_is_said_and_not_sent_again(trace: Trace) -> None:
+    said: list[str] = []
+    with serving() as endpoint:
+        answer = ExportTraceServiceResponse()
+        answer.partial_success.rejected_spans = 3
+        answer.partial_success.error_message = "too\x1b[2J old"
+        endpoint.reply = answer.SerializeToString()
+        send(trace.place, endpoint.url, Cursor(), say=said.append)
+        endpoint.reply = b"<html>"
+        send(trace.place, endpoint.url, Cursor(), say=said.append)
+        assert endpoint.requests == 4
+    assert said == [
+        f"{endpoint.url} rejected 3 of the spans for good: too [2J old",
+        f"{endpoint.url} rejected 3 of the metrics for good: too [2J old",
+    ]
+
+
+def test_an_endpoint_that_hangs_costs_its_timeout(trace: Trace) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(ExportError, match="did not take the spans of 2 requests"):
+            send(trace.place, url, Cursor(), timeout_s=0.5)
+    assert time.monotonic() - started < 5
+
+
+def test_two_engines_that_finish_in_one_microsecond_are_exported_once_each(home: Path) -> None:
+    ids = write_requests(home, failed=3) + write_requests(home, failed=3)
+    place = commit_rings(home)
+    with open_connection(place, read_only=False) as writer:
+        writer.execute("UPDATE finishes SET finished_at = TIMESTAMP '2026-11-29 14:00:00'")
+    with open_connection(place) as lake:
+        cursor, seen = Cursor(), []
+        while rows := after(lake, cursor, 3):
+            seen += [row["request_id"] for row in rows]
+            cursor = cursor.take(rows)
+    assert sorted(seen) == sorted(ids)
+
+
+def test_a_second_export_to_one_endpoint_is_kept_away(home: Path) -> None:
+    file = Target("http://localhost:4318").cursor_file(home)
+    with alone(file):
+        with pytest.raises(ExportError, match=rf"pid {os.getpid()}.* is at work"), alone(file):
+            pass
+        with alone(Target("http://localhost:4319").cursor_file(home)):
+            pass
+    with alone(file):
+        pass
+
+
+def test_following_outlives_a_full_disk_and_a_lake_that_cannot_be_read(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that was sent is not sent again because its cursor could not be kept."""
+    stop, said, kept = threading.Event(), [], []
+    troubles = [OutputError("cannot write cursor: No space left on device")]
+
+    def keep(cursor: Cursor) -> None:
+        if troubles:
+            raise troubles.pop()
+        kept.append(cursor)
+        stop.set()
+
+    monkeypatch.setattr("capture.exports.otlp.POLL_S", 0.01)
+    with serving() as endpoint, open_connection(trace.place) as lake:
+        exporter = OtlpExporter(lake, Target(endpoint.url), said.append)
+        with monkeypatch.context() as broken, open_connection(trace.place) as closed:
+            closed.close()
+            broken.setattr(exporter, "_lake", closed)
+
+            def tell(text: str) -> None:
+                said.append(text)
+                exporter._lake = lake
+
+            follow(exporter, Cursor(), keep, stop, tell)
+        exporter.close()
+        assert endpoint.requests == 2
+    assert len(kept) == 1
+    assert [line.partition(":")[0] for line in said] == [
+        "cannot read the lake",
+        "cannot write cursor",
+    ]
 
 
 def command(home: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -273,10 +385,8 @@ def command(home: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_an_endpoint_that_is_down_fails_the_command_with_one_line(home: Path) -> None:
-    write_requests(home)
-    commit_rings(home)
-    down = command(home, "--endpoint", "http://127.0.0.1:1", "--timeout", "1")
+def test_an_endpoint_that_is_down_fails_the_command_with_one_line(trace: Trace) -> None:
+    down = command(trace.home, "--endpoint", "http://127.0.0.1:1", "--timeout", "1")
     _, errors = down.communicate(timeout=60)
     assert down.returncode == 1
     (line,) = errors.splitlines()
@@ -289,8 +399,8 @@ def test_an_endpoint_that_is_down_fails_the_command_with_one_line(home: Path) ->
 def test_following_outlives_an_endpoint_that_is_down(home: Path) -> None:
     """It waits in the lake, goes out when the endpoint is back, and not again after a restart."""
     ids = write_requests(home)
-    commit_rings(home)
-    with serving(*[503] * 2) as endpoint:
+    place = commit_rings(home)
+    with serving(503) as endpoint:
         arguments = ("--endpoint", endpoint.url, "--follow", "--timeout", "0.5")
         following = command(home, *arguments)
         assert following.stderr is not None
@@ -303,8 +413,9 @@ def test_following_outlives_an_endpoint_that_is_down(home: Path) -> None:
         wait_for(lambda: len(json.loads(cursor.read_text())) == 2)
         following.send_signal(signal.SIGTERM)
         assert following.wait(30) == 0
-        again = command(home, "--endpoint", endpoint.url)
-        assert "0 requests sent" in again.communicate(timeout=60)[1]
+        sent = endpoint.requests
+        send(place, endpoint.url, Cursor.load(cursor))
+        assert endpoint.requests == sent
     sent = [span.trace_id.hex() for span in endpoint.spans() if not span.parent_span_id]
     assert sorted(sent) == sorted(ids + more)
 
@@ -319,6 +430,8 @@ def wait_for(condition: Any) -> None:
 def test_an_endpoint_that_is_no_url_and_a_damaged_cursor_are_named(home: Path) -> None:
     with pytest.raises(ExportError, match="write http://HOST:4318"):
         Target("localhost:4318")
+    with pytest.raises(ExportError, match=r"is added: write http://localhost:4318\Z"):
+        Target("http://localhost:4318/v1/traces")
     file = Target("http://localhost:4318/").cursor_file(home)
     assert file == Target("http://localhost:4318").cursor_file(home)
     file.parent.mkdir()
