@@ -133,7 +133,7 @@ def memory_text(frame: MemoryFrame) -> str:
         if math.isfinite(value)
     ]
     if frame.unavailable:
-        parts.append(f"not available: {frame.unavailable}")
+        parts.append(f"the rest not available: {frame.unavailable}")
     return ", ".join(parts)
 
 

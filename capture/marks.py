@@ -31,7 +31,9 @@ def set_mark(url: str, text: str) -> None:
             answer = client.post(url.rstrip("/") + PATH, json={"text": text})
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         reason = str(error) or type(error).__name__
-        raise MarkError(f"{url}: no engine answers there ({reason})") from error
+        raise MarkError(
+            f"{url}: no engine answers there ({reason}); --url http://HOST:PORT says where one is"
+        ) from error
     if answer.status_code == 404:
         raise MarkError(f"{url}: no engine of inferloop answers there (HTTP 404)")
     if answer.status_code != 200:

@@ -26,6 +26,9 @@ _EXPLAIN = re.compile(
 _EXPANDED = re.compile(rf"{_BLANK}*(pragma|import)\b", re.IGNORECASE | re.DOTALL)
 _PIVOT = re.compile(r"\bpivot\b", re.IGNORECASE)
 _CARET = re.compile(r"^LINE (\d+): (.*)\n( *)\^", re.MULTILINE)
+_SUGGESTION = re.compile(r"^(?:Did you mean|Candidate (bindings|macros):[\s:]*)(.+)", re.MULTILINE)
+_ABSENT = re.compile(r"Table with name (\w+) does not exist")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 TABLE_FUNCTIONS = frozenset(
     (
@@ -103,7 +106,23 @@ def query_error(error: duckdb.Error, sql: str) -> QueryError:
     """A DuckDB error in one line, with its place in the query when DuckDB says where."""
     place = error_place(str(error), sql)
     where = f" (line {place.line}, column {place.column})" if place is not None else ""
-    return QueryError(first_line(error) + where, place)
+    return QueryError(first_line(error) + where + _suggestion(str(error)), place)
+
+
+def _suggestion(message: str) -> str:
+    """What DuckDB has found near a wrong name; of a macro that lacks its arguments, these."""
+    said = message.partition("\nLINE ")[0]
+    absent = _ABSENT.search(said)
+    for view in VIEWS:
+        if absent is not None and view.parameters and view.name == absent[1].lower():
+            return f"; it is a macro: {view.name}({view.parameters})"
+    found = _SUGGESTION.search(said)
+    if found is None:
+        return ""
+    names = _CONTROL.sub(" ", found[2]).replace('"', "").strip()[:200]
+    if found[1] is None:
+        return f"; did you mean {names}"
+    return f"; {'there are' if found[1] == 'bindings' else 'it is'} {names}"
 
 
 def error_place(message: str, sql: str) -> Place | None:

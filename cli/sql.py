@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capture.console.output import Format
+from capture.console.output import Format, format_of
 from cli.main import app
 
 if TYPE_CHECKING:
+    from capture.console.output import Written
     from capture.query import QuerySession
 
 TABLE_ROWS = 100
@@ -35,8 +37,14 @@ def sql(
         ),
     ] = None,
     form: Annotated[
-        Format, typer.Option("--format", "-f", help="json: one object a line.")
-    ] = Format.table,
+        Format | None,
+        typer.Option(
+            "--format",
+            "-f",
+            help="json: one object a line. Default: what the output's name ends in, else table.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write to this file.")
     ] = None,
@@ -74,10 +82,13 @@ def sql(
     from capture.query import QueryLimits, QuerySession, checked_text
     from capture.settings import Settings
 
+    form = form or (output and format_of(output)) or Format.table
     if form is Format.parquet and output is None:
         raise SqlError("parquet is for files: add --output FILE")
     if watch is not None and output is not None:
         raise SqlError("--watch shows results and writes no file: leave out --output")
+    if sys.stdout is None:
+        raise SqlError("there is no standard output to write to")
     interactive = query is None and sys.stdin.isatty() and sys.stdout.isatty()
     if watch is not None and interactive:
         raise SqlError('--watch needs a query: inferloop sql --watch 2 "FROM engines"')
@@ -119,6 +130,18 @@ def _watch(session: QuerySession, text: str, every_s: float, form: Format, rows:
         return
 
 
+def _printed(write: Callable[[], Written]) -> Written:
+    """Have standard output written to; the disk below it may be full."""
+    try:
+        written = write()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise SqlError(f"cannot write the result: {error.strerror or error}") from error
+    return written
+
+
 def _once(session: QuerySession, text: str, form: Format, output: Path | None, rows: int) -> None:
     from capture.atomic_file import opened
     from capture.console.output import write
@@ -126,8 +149,9 @@ def _once(session: QuerySession, text: str, form: Format, output: Path | None, r
     with session.run(text) as reader:
         if output is None:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-            written = write(reader, form, sys.stdout.buffer, rows=rows, width=width)
-            sys.stdout.buffer.flush()
+            written = _printed(
+                lambda: write(reader, form, sys.stdout.buffer, rows=rows, width=width)
+            )
         else:
             with opened(output) as file:
                 written = write(reader, form, file, rows=rows)

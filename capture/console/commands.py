@@ -6,25 +6,28 @@ anything that runs SQL.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.atomic_file import OutputError
 from capture.console.output import Format
-from capture.schema import TABLES, Column
+from capture.schema import TABLES, Column, View
 from capture.views import VIEWS
 
 if TYPE_CHECKING:
     from capture.console.shell import Shell
 
+SHOWN_PARAMETERS = 20  # characters of them; .schema shows them all
 SHOWN_MODES = (Format.table, Format.csv, Format.json, Format.line, Format.markdown)
 HELP = f"""\
 .tables          the lake's tables, views and macros
 .schema NAME     columns of one of them, with units and an example
 .mode MODE       {", ".join(SHOWN_MODES)}
-.output FILE     write the results that follow to FILE (Parquet when it ends in .parquet);
-                 without FILE show them here again
+.output FILE     write the results that follow to FILE, as its name ends (.parquet, .csv,
+                 .json, .md) or else in the mode; without FILE show them here again
 .timer on|off    show how long a query took
 .help            this
 .quit            end, like Ctrl-D; Ctrl-C stops a running query
@@ -34,11 +37,18 @@ SQL ends with ;  and may take several lines. Tab completes names."""
 def show_tables(shell: Shell, _: str) -> None:
     entries = [(table.name, table.comment) for table in TABLES]
     for view in VIEWS:
-        shown = view.name if view.parameters is None else f"{view.name}({view.parameters})"
+        taken = "..." if len(view.parameters or "") > SHOWN_PARAMETERS else view.parameters
+        shown = view.name if taken is None else f"{view.name}({taken})"
         entries.append((shown, view.comment))
     width = max(len(name) for name, _ in entries)
     for name, comment in entries:
-        shell.say(f"{name:{width}}  {comment.partition('. ')[0].rstrip('.')}")
+        shell.say(_cut(f"{name:{width}}  {comment.partition('. ')[0].rstrip('.')}"))
+
+
+def _cut(line: str) -> str:
+    """As much of a line as the terminal shows in one."""
+    columns = shutil.get_terminal_size().columns
+    return line if len(line) <= columns or not os.isatty(1) else f"{line[: columns - 3]}..."
 
 
 def show_schema(shell: Shell, name: str) -> None:
@@ -49,6 +59,8 @@ def show_schema(shell: Shell, name: str) -> None:
             break
     else:
         raise OutputError(f"there is no table, view or macro {name}: .tables lists them")
+    if isinstance(entry, View) and entry.parameters is not None:
+        shell.say(f"{entry.name}({entry.parameters})")
     shell.say(entry.comment)
     _show_columns(shell, entry.columns)
     shell.say(f"\nExample:\n{entry.example};")
@@ -73,10 +85,6 @@ def set_mode(shell: Shell, mode: str) -> None:
 
 def set_output(shell: Shell, name: str) -> None:
     shell.output = Path(name).expanduser() if name else None
-    if shell.output is not None and shell.output.suffix == ".parquet":
-        shell.mode = Format.parquet
-    elif shell.mode is Format.parquet:
-        shell.mode = Format.table
 
 
 def set_timer(shell: Shell, state: str) -> None:

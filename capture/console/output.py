@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pyarrow as pa
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _CONTROL_BUT_LINES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 WIDE = 10_000  # columns of a file, in which no table is folded
+LONG_WORD = 40  # columns; longer ones may be broken
 
 
 class Format(StrEnum):
@@ -27,6 +30,20 @@ class Format(StrEnum):
     parquet = "parquet"
     markdown = "markdown"
     line = "line"
+
+
+_SUFFIXES = {
+    ".csv": Format.csv,
+    ".json": Format.json,
+    ".jsonl": Format.json,
+    ".md": Format.markdown,
+    ".parquet": Format.parquet,
+}
+
+
+def format_of(path: Path) -> Format | None:
+    """What a file's name promises."""
+    return _SUFFIXES.get(path.suffix.lower())
 
 
 class Written(NamedTuple):
@@ -46,7 +63,8 @@ def write(
 ) -> Written:
     """Write a result to a binary stream, `rows` at most (0: all).
 
-    `width`: columns of the terminal a table is folded to and coloured for; None: a file.
+    `width`: columns of the terminal a table is folded to and coloured for; None: a file. A table
+    whose words would be broken is shown as lines.
     """
     batches = _Limited(reader, rows)
     if form is Format.table:
@@ -92,19 +110,28 @@ class _Limited:
 
 
 def _write_table(batches: _Limited, stream: IO[bytes], width: int | None) -> None:
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    names = [cell(name) for name in batches.schema.names]
+    rows = [[cell(value) for value in row] for row in batches.records()]
+    words = [_longest_word(column) for column in zip(names, *rows, strict=True)]
+    if width is not None and len(names) > 1 and sum(words) + 2 * (len(names) - 1) > width:
+        _write_rows(names, rows, stream)
+        return
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for field in batches.schema:
+    columns = zip(batches.schema, zip(names, *rows, strict=True), words, strict=True)
+    for field, column, word in columns:
         table.add_column(
             Text(cell(field.name)),
+            no_wrap=all(cell_len(text) <= word for text in column),  # folded are the others
             justify="right" if _is_number(field) else "left",
             overflow="fold",
         )
-    for row in batches.records():
-        table.add_row(*(Text(cell(value)) for value in row))  # plain: [x] is no markup
+    for row in rows:
+        table.add_row(*map(Text, row))  # plain: [x] is no markup
     if width is not None:
         console = Console(width=width, force_terminal=True)
     else:
@@ -113,6 +140,13 @@ def _write_table(batches: _Limited, stream: IO[bytes], width: int | None) -> Non
         console.print(table)
     lines = captured.get().splitlines()
     stream.write("".join(line.rstrip() + "\n" for line in lines).encode())
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    """The columns that it needs."""
+    from rich.cells import cell_len
+
+    return min(LONG_WORD, max(cell_len(word) for text in texts for word in text.split() or [""]))
 
 
 def _write_markdown(batches: _Limited, stream: IO[bytes]) -> None:
@@ -131,11 +165,15 @@ def _write_markdown(batches: _Limited, stream: IO[bytes]) -> None:
 
 def _write_lines(batches: _Limited, stream: IO[bytes]) -> None:
     names = [cell(name) for name in batches.schema.names]
+    _write_rows(names, ([cell(value) for value in row] for row in batches.records()), stream)
+
+
+def _write_rows(names: list[str], rows: Iterable[list[str]], stream: IO[bytes]) -> None:
     width = max(map(len, names), default=0)
-    for number, row in enumerate(batches.records()):
+    for number, row in enumerate(rows):
         stream.write(b"\n" if number else b"")
-        for name, value in zip(names, row, strict=True):
-            stream.write(f"{name:>{width}} = {cell(value)}\n".encode())
+        for name, text in zip(names, row, strict=True):
+            stream.write(f"{name:>{width}} = {text}\n".encode())
 
 
 def _write_csv(batches: _Limited, stream: IO[bytes]) -> None:

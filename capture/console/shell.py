@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from capture.atomic_file import OutputError, opened
 from capture.console.completion import SqlCompleter, Vocabulary, read_vocabulary
-from capture.console.output import Format, one_line, write
+from capture.console.output import Format, Written, format_of, one_line, write
 from capture.errors import CaptureError, QueryError
 from capture.query import QuerySession
 
@@ -30,15 +30,21 @@ _SKIPPED = re.compile(
     r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|--[^\n]*|/\*.*?\*/|\$\$.*?\$\$", re.DOTALL
 )
 _OPEN = re.compile(r"['\"]|/\*|\$\$")
+_PLAIN = {"exit": ".quit", "quit": ".quit", "help": ".help", "\\q": ".quit", "\\d": ".tables"}
 BANNER = "SQL over the trace lake, read-only. .help lists commands, a query ends with ;"
 
 
 def is_complete(text: str) -> bool:
     """Whether what was typed can be run: empty, a dot command, or SQL that ends with `;`."""
-    if not text.strip() or text.startswith("."):
+    if not text.strip() or text.startswith(".") or _habit(text) is not None:
         return True
     rest = _SKIPPED.sub(" ", text)
     return rest.rstrip().endswith(";") and not _OPEN.search(rest)
+
+
+def _habit(text: str) -> str | None:
+    """The dot command that somebody meant who is used to other shells."""
+    return _PLAIN.get(text.strip("; \n").lower())
 
 
 def open_history(path: Path) -> History:
@@ -88,7 +94,7 @@ class Shell:
 
     def execute(self, text: str) -> None:
         """Run one input. Raises EOFError for `.quit`; says all other errors in one line."""
-        text = text.strip()
+        text = _habit(text) or text.strip()
         sql = text.rstrip("; \n")
         try:
             if text.startswith("."):
@@ -122,15 +128,15 @@ class Shell:
         with self.session.run(sql, rows=rows) as reader:
             if self.output is not None:
                 with opened(self.output) as file:
-                    written = write(reader, self.mode, file)
-                self.say(f"{written.rows:,} rows written to {self.output}")
+                    written = write(reader, format_of(self.output) or self.mode, file)
+                self.say(f"{_rows(written)} written to {self.output}")
             else:
                 width = shutil.get_terminal_size().columns if os.isatty(1) else None
                 written = write(reader, self.mode, self._out, rows=rows, width=width)
         if written.more:
             self.say(f"first {written.rows:,} rows; the rest: --limit, or .output FILE")
         if self.timer:
-            self.say(f"{written.rows:,} rows in {time.monotonic() - started:.3f} s")
+            self.say(f"{_rows(written)} in {time.monotonic() - started:.3f} s")
         self._out.flush()
 
     def _say_where(self, sql: str, error: QueryError) -> None:
@@ -160,3 +166,7 @@ class Shell:
             multiline=Condition(lambda: not is_complete(get_app().current_buffer.text)),
             prompt_continuation="      ...> ",
         )
+
+
+def _rows(written: Written) -> str:
+    return f"{written.rows:,} row{'' if written.rows == 1 else 's'}"

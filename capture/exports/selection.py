@@ -5,11 +5,14 @@ The chosen requests become a temporary table of the reader's own connection; the
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from capture.errors import CaptureError
+from capture.why.pieces import MIN_PREFIX, request_key
 
 if TYPE_CHECKING:
     import duckdb
@@ -26,8 +29,8 @@ class ExportError(CaptureError):
 class Selection:
     """What to export. With nothing given: the lake's last minute.
 
-    `request_ids`: W3C trace ids, dashes allowed; `slowest`: so many requests by duration among
-    those of the window; `start` and `end`: UTC without a time zone.
+    `request_ids`: in any form that a client saw, or at least the first 8 hex digits; `slowest`: so
+    many requests by duration among those of the window; `start` and `end`: UTC without a time zone.
     """
 
     request_ids: tuple[str, ...] = ()
@@ -64,9 +67,9 @@ def choose(lake: duckdb.DuckDBPyConnection, selection: Selection) -> Window:
     conditions: list[str] = ["true"]
     values: list[object] = []
     if selection.request_ids:
-        ids = [identity.replace("-", "").lower() for identity in selection.request_ids]
-        conditions.append("r.request_id IN (SELECT unnest(?))")
-        values.append(ids)
+        keys = _keys(lake, selection.request_ids)
+        conditions.append("EXISTS (FROM unnest(?) AS k(key) WHERE starts_with(r.request_id, key))")
+        values.append(keys)
     if window is not None:
         conditions.append("r.arrived_at < ?")
         conditions.append(f"coalesce({_END}, r.arrived_at + INTERVAL 1 DAY) >= ?")
@@ -82,7 +85,7 @@ def choose(lake: duckdb.DuckDBPyConnection, selection: Selection) -> Window:
         values,
     )
     if selection.request_ids:
-        _check_found(lake, ids)
+        _check_found(lake, selection.request_ids, keys)
     if window is not None and selection.slowest is None:
         if not _one(lake, "SELECT count(*) FROM chosen")[0]:
             raise ExportError(
@@ -130,9 +133,27 @@ def _around(lake: duckdb.DuckDBPyConnection) -> Window:
     return Window(start - MARGIN, end + MARGIN)
 
 
-def _check_found(lake: duckdb.DuckDBPyConnection, ids: list[str]) -> None:
-    found = {row[0] for row in lake.execute("SELECT DISTINCT request_id FROM chosen").fetchall()}
-    absent = [identity for identity in ids if identity not in found]
+def _keys(lake: duckdb.DuckDBPyConnection, ids: tuple[str, ...]) -> list[str]:
+    """The hex digits of request ids, or of their beginnings, as `inferloop why` takes them."""
+    keys = []
+    for identity in ids:
+        key = str(_one(lake, f"SELECT {request_key('$1')}", [identity])[0])
+        if len(key) < MIN_PREFIX or not re.fullmatch("[0-9a-f]{1,32}", key):
+            raise ExportError(
+                f"{identity!r} is no request id: give the X-Request-Id or the id of the answer "
+                f"(chatcmpl-..., cmpl-...), or at least its first {MIN_PREFIX} hex digits"
+            )
+        keys.append(key)
+    return keys
+
+
+def _check_found(lake: duckdb.DuckDBPyConnection, ids: tuple[str, ...], keys: list[str]) -> None:
+    found = [row[0] for row in lake.execute("SELECT DISTINCT request_id FROM chosen").fetchall()]
+    absent = [
+        identity
+        for identity, key in zip(ids, keys, strict=True)
+        if not any(name.startswith(key) for name in found)
+    ]
     if absent:
         raise ExportError(
             f"the lake holds no request {', '.join(absent)}: is it older than the lake's "
@@ -140,6 +161,8 @@ def _check_found(lake: duckdb.DuckDBPyConnection, ids: list[str]) -> None:
         )
 
 
-def _one(lake: duckdb.DuckDBPyConnection, sql: str) -> tuple[Any, ...]:
-    row = lake.execute(sql).fetchone()
+def _one(
+    lake: duckdb.DuckDBPyConnection, sql: str, values: Sequence[object] = ()
+) -> tuple[Any, ...]:
+    row = lake.execute(sql, values).fetchone()
     return row if row is not None else ()

@@ -154,7 +154,8 @@ def unknown(lake: duckdb.DuckDBPyConnection, text: str, ring_dir: Path) -> WhyEr
     pending = _uncollected(lake, ring_dir)
     if pending:
         lines.append(
-            f"{pending:,} frames wait in the rings of {ring_dir}: is `inferloop collect` running?"
+            f"frames in the rings of {ring_dir} that no collector reads: {pending:,}; "
+            "is `inferloop collect` running?"
         )
     lines.append(
         "if it has just been served, ask again in 2 s; one that still waits in an engine's queue "
@@ -166,8 +167,9 @@ def unknown(lake: duckdb.DuckDBPyConnection, text: str, ring_dir: Path) -> WhyEr
 
 
 def _uncollected(lake: duckdb.DuckDBPyConnection, ring_dir: Path) -> int:
-    """Frames in the rings that are not in the lake."""
+    """Frames in the rings that are not in the lake and that no collector is about to fetch."""
     from capture.reader import RingReader, discover
+    from capture.ring_report import reader_lags
 
     committed = dict(
         lake.execute(
@@ -179,6 +181,8 @@ def _uncollected(lake: duckdb.DuckDBPyConnection, ring_dir: Path) -> int:
         try:
             reader = RingReader(path)
         except RingError:
+            continue
+        if any(lag.name == "collector" for lag in reader_lags(path, reader)):
             continue
         frames, _ = reader.written
         pending += max(0, frames - committed.get(str(reader.header.engine_id), 0))

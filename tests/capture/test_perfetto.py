@@ -262,9 +262,14 @@ def test_a_selection_takes_its_requests_only(lake: tuple[LakePlace, list[str]]) 
     place, ids = lake
     _, one = export(place, Selection(request_ids=(ids[1].upper(),)))
     assert (one.written["requests"], one.written["tokens"]) == (1, 7)
+    for other in (f"chatcmpl-{ids[1]}", ids[1][:8], f"00-{ids[1]}-00f067aa0ba902b7-01"):
+        _, same = export(place, Selection(request_ids=(other,)))
+        assert same.written == one.written, other
     parsed, _ = export(place, Selection(slowest=1))
     assert sum("/requests/" in slice_.track for slice_ in parsed.slices if not slice_.depth) == 1
-    with pytest.raises(ExportError, match="holds no request 00ff"):
+    with pytest.raises(ExportError, match="holds no request cmpl-00ff00ff"):
+        export(place, Selection(request_ids=(ids[1], "cmpl-00ff00ff")))
+    with pytest.raises(ExportError, match="'00ff' is no request id"):
         export(place, Selection(request_ids=("00ff",)))
     early = datetime(2020, 1, 1)
     with pytest.raises(ExportError, match="window is empty"):

@@ -69,6 +69,10 @@ def test_csv_json_and_parquet_hold_all_rows(home: Path, tmp_path: Path) -> None:
     target = tmp_path / "tokens.parquet"
     assert sql(home, query, "-f", "parquet", "-o", str(target)).exit_code == 0
     parquet = pq.read_table(target).to_pylist()
+    named = tmp_path / "named.parquet"
+    assert sql(home, query, "-o", str(named)).exit_code == 0
+    assert pq.read_table(named).num_rows == 200
+    named.unlink()
     assert len(table) == len(lines) == len(parquet) == 200
     for text, parsed, exact in zip(table, lines, parquet, strict=True):
         assert int(text["token_id"]) == parsed["token_id"] == exact["token_id"]

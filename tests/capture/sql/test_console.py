@@ -94,11 +94,10 @@ def test_a_query_shows_its_rows_and_the_cut(session: QuerySession) -> None:
 def test_an_error_is_a_line_below_a_caret_and_the_shell_goes_on(session: QuerySession) -> None:
     screen = Screen(session)
     lines = screen.shown("SELECT slot,\n  nothing FROM tokens;")
-    assert lines == [
-        "    nothing FROM tokens;",
-        "    ^",
-        'error: Referenced column "nothing" not found in FROM clause! (line 2, column 3)',
-    ]
+    assert lines[:2] == ["    nothing FROM tokens;", "    ^"]
+    assert len(lines) == 3
+    absent = 'error: Referenced column "nothing" not found in FROM clause! (line 2, column 3)'
+    assert lines[2].startswith(f"{absent}; there are ")
     assert "refused" in screen.shown("DROP TABLE tokens;")[-1]
     assert screen.shown("SELECT 42 AS answer;")[-1].strip() == "42"
 
@@ -114,14 +113,47 @@ def test_dot_commands(session: QuerySession, tmp_path: Path) -> None:
     assert "there is no command .x" in screen.shown(".x")[0]
     assert screen.shown(".mode line", "SELECT 1 AS a, 'x' AS long;") == ["   a = 1", "long = x"]
     assert screen.shown(".mode json", "SELECT true AS a;") == ['{"a": true}']
-    assert re.fullmatch(r"1 rows in \d+\.\d+ s", screen.shown(".timer on", "SELECT 1;")[-1])
+    assert re.fullmatch(r"1 row in \d+\.\d+ s", screen.shown(".timer on", "SELECT 1;")[-1])
     target = tmp_path / "tokens.parquet"
     assert screen.shown(f".output {target}", "FROM tokens;")[0].startswith("200 rows written to")
     assert pq.read_table(target).num_rows == 200
-    assert screen.shown(".timer off", ".output", "SELECT 1 AS a;")[0].strip() == "a"
+    assert screen.shown(".timer off", ".output", "SELECT 1 AS a;") == ['{"a": 1}']
     assert all(name in "\n".join(screen.shown(".help")) for name in COMMANDS)
-    with pytest.raises(EOFError):
-        screen.shown(".quit")
+    table = tmp_path / "one.csv"
+    screen.shown(f".output {table}", "SELECT 1 AS a;", ".output")
+    assert table.read_text().splitlines() == ["a", "1"]
+    assert screen.shown("help") == screen.shown(".help")
+    for end in (".quit", "exit", "quit;", "\\q"):
+        assert is_complete(end)
+        with pytest.raises(EOFError):
+            screen.shown(end)
+
+
+def test_a_table_too_wide_for_the_terminal_is_shown_as_lines() -> None:
+    table = pa.table({"engine_id": ["a" * 36], "request_id": ["b" * 32], "text": ["word " * 20]})
+    shown = {}
+    for width in (60, 100):
+        stream = io.BytesIO()
+        write(table.to_reader(), Format.table, stream, width=width)
+        shown[width] = stream.getvalue().decode()
+    assert shown[60].splitlines()[1] == f"request_id = {'b' * 32}"
+    assert len(shown[100].splitlines()) > 2, "the text is folded"
+    assert "a" * 36 in shown[100]
+
+
+@pytest.mark.parametrize(
+    ("query", "hint"),
+    [
+        ("FROM tokenz", "; did you mean tokens"),
+        ("SELECT gap FROM token_gaps", "; there are gap_ms"),
+        ("FROM why()", "; it is why(wanted_request_id)"),
+        ("FROM latency_heatmap", "; it is a macro: latency_heatmap(from_ts, to_ts, "),
+    ],
+)
+def test_a_wrong_name_is_answered_with_a_near_one(
+    session: QuerySession, query: str, hint: str
+) -> None:
+    assert hint in Screen(session).shown(f"{query};")[-1]
 
 
 def test_names_are_completed_where_they_can_stand(words: Vocabulary) -> None:
@@ -232,6 +264,15 @@ def test_without_a_terminal_the_query_is_read_from_standard_input(home: Path) ->
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = command(home, "-f", "csv", **pipes)
     assert process.communicate("SELECT 5 AS five") == ("five\n5\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_below_standard_output_is_one_line(home: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = command(home, "FROM tokens", stdout=full, stderr=subprocess.PIPE)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert errors.splitlines()[0] == "inferloop: cannot write the result: No space left on device"
 
 
 class Terminal:

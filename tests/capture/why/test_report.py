@@ -13,8 +13,10 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from capture.attendance import Attendance
 from capture.frames import TraceWriter
 from capture.lake import open_connection
+from capture.reader import RingReader
 from capture.ring import RingWriter
 from capture.why.lookup import (
     EVER,
@@ -167,8 +169,11 @@ def test_an_unknown_id_says_why_that_may_be(
     ring = RingWriter.create(tmp_path / "x.ring", capacity_bytes=1 << 20, engine_id=uuid4())
     TraceWriter(ring).mark("not yet in the lake")
     message = str(unknown(lake, "ab" * 16, tmp_path))
-    assert "1 frames wait" in message
+    assert "that no collector reads: 1;" in message
     assert "is `inferloop collect` running?" in message
+    reader = RingReader(ring.path)
+    Attendance(ring.path, "collector").report(reader.cursor, reader.lag_bytes)
+    assert "collect" not in str(unknown(lake, "ab" * 16, tmp_path)), "it is about to read them"
     ring.close()
 
 
