@@ -37,30 +37,21 @@ from capture.frames import FrameType, Phase
 from capture.liveness import boot_id
 from capture.reader import Cursor, FrameBatch, Gap
 from capture.ring import RingHeader
-from capture.schema import TABLES, Column
+from capture.row_types import arrow_table, check_row
 
 Columns = dict[str, npt.NDArray[Any]]
-SQL_TABLES = {table.name: table for table in TABLES}
-ARROW_TYPES = {
-    "UUID": pa.string(),
-    "VARCHAR": pa.string(),
-    "JSON": pa.string(),
-    "INTEGER": pa.int32(),
-    "BIGINT": pa.int64(),
-    "FLOAT": pa.float32(),
-    "BOOLEAN": pa.bool_(),
-    "TIMESTAMP": pa.timestamp("us"),
-}
-LIMITS = {"INTEGER": 1 << 31, "BIGINT": 1 << 63}
 LOGPROB_BITS, MARGIN_BITS, DURATION_BITS = 10, 8, 3
 """Kept behind the binary point, which saves bytes where they are many: probabilities stay within
 0.05 %, a step's durations within 1/16 us."""
+
+MOST_US = 1e15  # 31 years: a latency beyond it was never measured
 
 
 def rounded(values: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.float32]:
     """`values` rounded to multiples of 2^-`bits`; NaN stays NaN, and there is no -0."""
     unit = np.float32(2.0**-bits)
-    whole: npt.NDArray[np.float32] = np.rint(values / unit) * unit
+    with np.errstate(over="ignore"):  # becomes infinite, as good as what it was
+        whole: npt.NDArray[np.float32] = np.rint(values / unit) * unit
     return whole + np.float32(0)
 
 
@@ -134,8 +125,7 @@ class RingRows:
 
         Raises FrameError when a value does not fit: the lake would refuse the whole commit.
         """
-        for column, value in zip(SQL_TABLES[table].columns[1:], values, strict=True):
-            _check_value(table, column, value)
+        check_row(table, values)
         self._rows.setdefault(table, []).append(values)
         self.others += 1
 
@@ -172,18 +162,7 @@ class RingRows:
                 rows_of = _concatenated(parts)
                 yield name, _by_request(rows_of) if name == "tokens" else rows_of
         for name, rows in self._rows.items():
-            columns = zip(*rows, strict=True)
-            yield (
-                name,
-                pa.table(
-                    {
-                        column.name: pa.array(values, ARROW_TYPES[column.type.split()[0]])
-                        for column, values in zip(
-                            SQL_TABLES[name].columns[1:], columns, strict=True
-                        )
-                    }
-                ),
-            )
+            yield name, arrow_table(name, rows)
 
     def _add_steps(self, decoded: StepColumns) -> None:
         steps, rows, counts = decoded.steps, decoded.rows, decoded.counts
@@ -194,12 +173,12 @@ class RingRows:
             + steps["sample_us"]
         )
         start_ns = steps["start_ns"]
-        end_ns = start_ns + (np.nan_to_num(spent_us, posinf=0) * 1000).astype(np.int64)
+        end_ns = start_ns + (_possible(spent_us) * 1000).astype(np.int64)
         step_id = np.repeat(steps["step_id"].astype(np.int64), counts)
         ended_at = np.repeat(self._walls(end_ns), counts)
         is_token = rows["phase"] != Phase.PREFILL
         tokens = slice(None) if is_token.all() else is_token
-        latency_us = np.nan_to_num(rows["latency_us"][tokens], posinf=0)
+        latency_us = _possible(rows["latency_us"][tokens])
         self._tokens.append(
             {
                 "slot": rows["slot"][tokens].astype(np.int64),
@@ -362,6 +341,12 @@ class RingRows:
         )
 
 
+def _possible(spent_us: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
+    """Microseconds that a whole number can hold; what is none, or no time at all, becomes 0."""
+    possible: npt.NDArray[np.floating[Any]] = np.nan_to_num(spent_us, posinf=0).clip(0, MOST_US)
+    return possible
+
+
 def _as_bytes(value: float) -> int | None:
     return int(value) if np.isfinite(value) else None
 
@@ -377,29 +362,6 @@ def _by_request(tokens: Columns) -> Columns:
     because neighbouring rows then differ in little more than their text."""
     order = np.argsort(tokens["slot"], kind="stable")
     return {name: column[order] for name, column in tokens.items()}
-
-
-def _check_value(table: str, column: Column, value: Any) -> None:
-    kind, _, rest = column.type.partition(" ")
-    if value is None:
-        fits = not rest
-    elif kind in LIMITS:
-        fits = -LIMITS[kind] <= value < LIMITS[kind]
-    elif isinstance(value, str) and not value.isascii():
-        fits = _encodes(value)
-    else:
-        fits = True
-    if not fits:
-        raise FrameError(f"{table}.{column.name} ({column.type}) cannot hold {value!r:.100}")
-
-
-def _encodes(text: str) -> bool:
-    """Whether it is free of half characters, which JSON's escapes can spell."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _as_text(value: Any) -> str | None:

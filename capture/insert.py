@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from capture.ingest import SQL_TABLES, Columns, RingRows
+from capture.ingest import Columns, RingRows
+from capture.row_types import SQL_TABLES
 from capture.schema import Column
 
 if TYPE_CHECKING:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from capture.frames import TraceWriter
-from capture.ingest import LOGPROB_BITS, RingRows, rounded
+from capture.ingest import LOGPROB_BITS, MOST_US, RingRows, rounded
 from capture.reader import RingReader
 from tests.capture.rings import new_ring, write_step
 
@@ -47,3 +49,19 @@ def test_tokens_lie_request_by_request_in_the_order_of_their_steps(tmp_path: Pat
     assert tokens["slot"].tolist() == [7] * 5 + [8] * 5 + [9] * 5
     assert tokens["step_id"].tolist() == [*range(5)] * 3
     assert tokens["token_id"].tolist() == tokens["step_id"].tolist(), "columns stay together"
+
+
+def test_absurd_durations_turn_no_latency_negative(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path)
+    trace = TraceWriter(ring)
+    absurd = (3e38, -3e38, float("inf"), float("nan"))
+    for step, value in enumerate(absurd):
+        write_step(trace, step, 1, latency_us=value, forward_us=value)
+    with closing(RingReader(ring.path)) as reader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = RingRows(reader.header)
+        rows.add(reader.read())
+    ring.close()
+    longest, *others = dict(rows.tables())["tokens"]["latency_us"].tolist()
+    assert longest == pytest.approx(MOST_US)
+    assert others == [0, 0, 0]
