@@ -6,6 +6,7 @@ Not for merging files nor for deleting those that nothing needs any more: that i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ DROP_SHARE = 0.90  # of the limit on disk: from here on the oldest rows go,
 GOAL_SHARE = 0.80  # until those that stay take less than this;
 HURRY_SHARE = 0.95  # from here on files are deleted without the usual grace
 KEPT_SHARE = 0.50  # no rounding up to a whole day or hour that leaves less than this
+CLOCK_SLACK = timedelta(days=1)  # rows are no older than the newest one and a day say
 REQUEST_SLACK = timedelta(hours=1)  # a request outlives its arrival: its tokens may be younger
 METADATA = f"__ducklake_metadata_{NAME}"
 
@@ -109,7 +111,7 @@ class Retention:
         self.dropped_tokens = 0
         self._place = place
         self._cut: datetime | None = None
-        self._warned = False
+        self._said: set[str] = set()
 
     def run(self, connection: duckdb.DuckDBPyConnection, used_bytes: int) -> bool:
         """Drop one bite of what is over the limits; whether there is more to drop at once.
@@ -151,33 +153,53 @@ class Retention:
         return used_bytes + small < limit or small < limit * (1 - HURRY_SHARE)
 
     def _too_old(self, files: list[LakeFile]) -> datetime | None:
-        """Midnight before which rows are over the age limit; None: there are no such rows."""
+        """Midnight before which rows are over the age limit; None: there are no such rows.
+
+        A clock that jumped ahead must not cost the lake its rows: a day after the newest of them
+        counts as today at the latest.
+        """
         if self.limits.days is None:
             return None
-        cut = _day(datetime.now(UTC).replace(tzinfo=None) - timedelta(days=self.limits.days))
-        old = any(f.newest is not None and f.newest < cut for f in files if f.table == "tokens")
-        return cut if old else None
+        now = datetime.now(UTC).replace(tzinfo=None)
+        newest = max((f.newest for f in files if f.newest is not None), default=now)
+        kept = timedelta(days=self.limits.days)
+        cut = _day(min(now, newest + CLOCK_SLACK) - kept)
+        tokens = [f.newest for f in files if f.table == "tokens" and f.newest is not None]
+        if any(time < cut for time in tokens):
+            return cut
+        if any(time < _day(now - kept) for time in tokens):
+            self._say_once(
+                f"the clock ({now:%Y-%m-%d}) is far past the lake's newest row ({newest:%Y-%m-%d}):"
+                " nothing is dropped by age until newer rows come"
+            )
+        return None
 
     def _too_large(self, files: list[LakeFile], used: int) -> datetime | None:
         """The time before which rows have to go for the lake to fit; None: it does."""
         limit = self.limits.max_bytes
         if limit is None or used <= limit * DROP_SHARE:
-            self._warned = False
             return None
-        needed = catalog_bytes(self._place) + sum(file.size_bytes for file in files)
-        excess = needed - int(limit * GOAL_SHARE)
+        catalog = catalog_bytes(self._place)
+        if catalog > limit * GOAL_SHARE:
+            self._say_once(
+                f"the lake's catalog alone takes {catalog >> 20} MiB of the limit of "
+                f"{limit >> 20} MiB, so no rows can stay: raise INFERLOOP_LAKE_MAX_GIB"
+            )
+        excess = catalog + sum(file.size_bytes for file in files) - int(limit * GOAL_SHARE)
         if excess > 0:
             return _cut_for(files, excess, int(limit * KEPT_SHARE))
-        if used > limit and not self._warned:
-            self._warned = True
-            log.warning(
-                "the lake takes %d MiB on disk, over its limit of %d MiB, but its rows fit: what "
-                "is in %s beside them goes within minutes, unless it is not the lake's",
-                used >> 20,
-                limit >> 20,
-                self._place.data,
+        if used > limit:
+            self._say_once(
+                f"the lake takes more on disk than its limit of {limit >> 20} MiB, but its rows "
+                f"fit: what is in {self._place.data} beside them goes within minutes, unless it is "
+                "not the lake's"
             )
         return None
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
 
 
 def lake_files(connection: duckdb.DuckDBPyConnection) -> list[LakeFile]:
@@ -201,7 +223,10 @@ def drop_before(connection: duckdb.DuckDBPyConnection, cut: datetime) -> int:
             connection.execute(f"DELETE FROM {table} WHERE {column} < $1", [before])
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        import duckdb
+
+        with contextlib.suppress(duckdb.Error):  # a failed commit has ended it already
+            connection.execute("ROLLBACK")
         raise
     return int(sum(dropped.column("tokens").to_pylist()))
 

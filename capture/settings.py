@@ -44,7 +44,10 @@ class Settings(BaseSettings):
         default=None, ge=1, le=36500, description="whole days of rows the lake keeps"
     )
     lake_max_gib: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="what the lake may take on disk, GiB"
+        default=None,
+        ge=0.01,
+        allow_inf_nan=False,
+        description="what the lake may take on disk, GiB",
     )
     collector_metrics_port: int | None = Field(default=None, ge=1, le=65535)
     collector_metrics_host: str = "127.0.0.1"

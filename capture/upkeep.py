@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from capture.errors import first_line
 from capture.lake import NAME, LakePlace
-from capture.retention import METADATA, Limits, Retention, disk_use
+from capture.retention import METADATA, LakeFile, Limits, Retention, disk_use, lake_files
 
 if TYPE_CHECKING:
     import duckdb
@@ -23,6 +23,7 @@ log = logging.getLogger("inferloop.collector")
 
 MERGE_COMMITS = 20
 MERGE_FILES = 20
+FEW_FILES = 10  # of a table: not worth merging
 SMALL_FILE_BYTES = 16 << 20
 EXPIRE_S = 60.0
 GRACE_S = 600.0  # longer than any reader's query
@@ -47,17 +48,27 @@ DELETE FROM ingest_cursor WHERE (engine_id, epoch, position) NOT IN (
 
 # DuckLake's `older_than` compares texts in a SQLite catalog, right to the day at best: ages are
 # computed here. A snapshot counts from its replacement: a reader may have begun with it just then.
+# One of the future is old, too: the clock was set back, and the disk cannot wait until it is there.
+CLOCKS_APART_S = 60  # of hosts that share a lake
+
+
+def _is_old(time: str) -> str:
+    """SQL: whether `time` is further away than {seconds}, to be filled in."""
+    ages = [f"to_microseconds((({{seconds}} + {s}) * 1e6)::BIGINT)" for s in (0, CLOCKS_APART_S)]
+    return f"({time} <= now() - {ages[0]} OR {time} > now() + {ages[1]})"
+
+
 _SCHEDULED = f"{METADATA}.ducklake_files_scheduled_for_deletion"
 _DATA_PATH = f"SELECT value FROM {METADATA}.ducklake_metadata WHERE key = 'data_path'"
 _REPLACED = f"""
 SELECT snapshot_id FROM (
     SELECT snapshot_id, lead(snapshot_time::TIMESTAMPTZ) OVER (ORDER BY snapshot_id) AS replaced_at
     FROM {METADATA}.ducklake_snapshot
-) WHERE replaced_at <= now() - to_microseconds(({{seconds}} * 1e6)::BIGINT)
+) WHERE {_is_old("replaced_at")}
 """
 _UNNEEDED = f"""
 SELECT data_file_id, path FROM {_SCHEDULED} WHERE path_is_relative
-    AND schedule_start::TIMESTAMPTZ <= now() - to_microseconds(({{seconds}} * 1e6)::BIGINT)
+    AND {_is_old("schedule_start::TIMESTAMPTZ")}
 """
 
 _PRUNE_MARKS = """
@@ -112,8 +123,9 @@ class Upkeep:
 
     def _merge(self, connection: duckdb.DuckDBPyConnection) -> None:
         self.commits = 0
-        if self.retention.has_room(connection, self.lake_bytes, SMALL_FILE_BYTES):
-            merge(connection)
+        below_bytes = worth_merging(lake_files(connection))
+        if below_bytes and self.retention.has_room(connection, self.lake_bytes, below_bytes):
+            merge(connection, below_bytes)
 
     def _retain(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._due_s[self._retain] = time.monotonic() + RETENTION_S
@@ -144,11 +156,36 @@ class Upkeep:
             log.info("deleted %d files of commits that never came to their end", deleted)
 
 
-def merge(connection: duckdb.DuckDBPyConnection) -> None:
-    """Merge a bounded number of small files. Readers see the same rows before, during and after."""
+def worth_merging(files: list[LakeFile]) -> int:
+    """The size in bytes below which files should be merged; 0: none.
+
+    Each table's smallest, and larger ones while they are no larger than all smaller ones together:
+    a row is rewritten each time its file doubles, not at each merge.
+    """
+    of_tables: dict[str, list[int]] = {}
+    for file in files:
+        if file.size_bytes < SMALL_FILE_BYTES:
+            of_tables.setdefault(file.table, []).append(file.size_bytes)
+    below = 0
+    for sizes in map(sorted, of_tables.values()):
+        if len(sizes) <= FEW_FILES:
+            continue
+        taken = sum(sizes[:FEW_FILES])
+        largest = sizes[FEW_FILES - 1]
+        for size in sizes[FEW_FILES:]:
+            if size > taken:
+                break
+            taken, largest = taken + size, size
+        below = max(below, largest + 1)
+    return below
+
+
+def merge(connection: duckdb.DuckDBPyConnection, below_bytes: int = SMALL_FILE_BYTES) -> None:
+    """Merge a bounded number of files smaller than `below_bytes`. Readers see the same rows before,
+    during and after."""
     connection.execute(
         f"CALL ducklake_merge_adjacent_files('{NAME}', max_compacted_files => {MERGE_FILES}, "
-        f"max_file_size => {SMALL_FILE_BYTES})"
+        f"max_file_size => {below_bytes})"
     ).fetchall()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from uuid import UUID
 
@@ -98,6 +98,42 @@ def test_days_over_the_age_limit_go_and_are_counted_by_engine_and_day(
     assert one(lake, "SELECT count(*) FROM requests") == 2
     assert not subject.run(lake, disk_use(place, lake))
     assert subject.dropped_tokens == 2 * FILE_TOKENS
+
+
+def test_a_clock_a_year_ahead_drops_nothing_and_is_named_once(
+    lake: duckdb.DuckDBPyConnection,
+    place: LakePlace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for days in (40, 2):
+        add_tokens(lake, TODAY - timedelta(days=days))
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Ahead:
+            return cls.fromtimestamp(datetime.now(tz).timestamp() + 365 * 86_400, tz)
+
+    monkeypatch.setattr(retention, "datetime", Ahead)
+    subject = Retention(place, Limits(days=30))
+    for _ in range(3):
+        subject.run(lake, 0)
+    assert one(lake, "SELECT count(*) FROM tokens") == FILE_TOKENS, "older than the newest by 38"
+    assert one(lake, "SELECT sum(tokens) FROM losses") == FILE_TOKENS
+    said = [record.message for record in caplog.records if "far past" in record.message]
+    assert len(said) == 1
+
+
+def test_a_limit_smaller_than_the_catalog_says_what_to_raise(
+    lake: duckdb.DuckDBPyConnection, place: LakePlace, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_tokens(lake, TODAY)
+    subject = Retention(place, Limits(max_bytes=catalog_bytes(place)))
+    for _ in range(2):
+        subject.run(lake, disk_use(place, lake))
+    said = [record.message for record in caplog.records if "catalog alone" in record.message]
+    assert len(said) == 1
+    assert "INFERLOOP_LAKE_MAX_GIB" in said[0]
 
 
 def test_bites_add_up_to_one_row_a_day(

@@ -18,8 +18,8 @@ from capture import upkeep
 from capture.collector import Collector
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
-from capture.retention import Limits
-from capture.upkeep import Upkeep, delete_orphans, expire
+from capture.retention import METADATA, LakeFile, Limits
+from capture.upkeep import FEW_FILES, Upkeep, delete_orphans, expire, worth_merging
 from tests.capture.rings import new_ring, write_step
 
 ENGINE = UUID(int=3)
@@ -61,6 +61,46 @@ def test_files_of_dropped_rows_leave_the_disk_after_the_grace(
     assert len(lake.execute("SELECT snapshot_id FROM ducklake_snapshots('lake')").fetchall()) == 1
     expire(lake, 0, 0)
     assert files(place, "marks") == []
+
+
+def test_a_clock_set_back_does_not_keep_the_disk_full(
+    lake: duckdb.DuckDBPyConnection, place: LakePlace
+) -> None:
+    mark(lake, "a")
+    lake.execute("DELETE FROM marks")
+    expire(lake, 0, 3600)
+    scheduled = f"{METADATA}.ducklake_files_scheduled_for_deletion"
+    lake.execute(f"UPDATE {scheduled} SET schedule_start = now() + INTERVAL 2 MINUTE")
+    expire(lake, 3600, 3600)
+    assert len(files(place, "marks")) == 1, "within the grace, as if it had just been replaced"
+    lake.execute(f"UPDATE {scheduled} SET schedule_start = now() + INTERVAL 3 HOUR")
+    expire(lake, 3600, 3600)
+    assert files(place, "marks") == []
+
+
+def lake_files_of(sizes: list[int]) -> list[LakeFile]:
+    return [LakeFile("tokens", size, size // 6, None) for size in sizes]
+
+
+def test_a_row_is_rewritten_a_few_times_however_small_the_commits() -> None:
+    """Merging all small files each time would rewrite a row twenty times here."""
+    sizes: list[int] = []
+    written = 0
+    for _ in range(1000):
+        sizes += [12_000] * 20
+        below = worth_merging(lake_files_of(sizes))
+        merged = sum(size for size in sizes if size < below)
+        sizes = [size for size in sizes if size >= below] + [merged]
+        written += merged
+        small = [size for size in sizes if size < 16 << 20]
+        assert len(small) <= FEW_FILES
+    assert written < 8 * sum(sizes)
+
+
+def test_few_files_are_left_alone_and_one_odd_file_stops_no_merge() -> None:
+    assert worth_merging(lake_files_of([100] * FEW_FILES)) == 0
+    assert worth_merging(lake_files_of([1 << 30] * 50)) == 0
+    assert worth_merging(lake_files_of([100, *[1 << 20] * 20])) > 1 << 20
 
 
 def test_leftovers_of_a_killed_commit_are_deleted_and_nothing_else(
