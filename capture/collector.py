@@ -34,7 +34,9 @@ COMMIT_TOKENS = 400_000  # a commit costs as much CPU as 50,000 tokens
 COMMIT_OTHERS = 50_000  # rows of other tables than tokens, steps and prefill chunks
 POLL_S = 0.02
 DISCOVER_S = 0.25
+WARN_S = 10.0
 CALM_LAG_SHARE = 0.1  # of any living engine's ring unread: beyond, only what cannot wait is done
+STALE_SHARE = 0.1  # of the time goes to stale rings even while a living engine's ring fills up
 BACKLOG_PATIENCE_S = 30.0  # when told to stop: stale rings lose nothing by waiting for the next
 
 
@@ -66,7 +68,9 @@ class Collector:
         self._upkeep = Upkeep(place, limits or Limits())
         self._rollup = RollupSchedule(self.status)
         self._committed_s = time.monotonic()
-        self._discovered_s = self._finished_s = float("-inf")
+        self._discovered_s = self._finished_s = self._warned_s = float("-inf")
+        self._stale_again_s = 0.0
+        self._warned_frames = 0
 
     def run(self, *, once: bool = False) -> Status:
         """Collect. `once`: until every ring that is there now has been read to its end.
@@ -123,9 +127,11 @@ class Collector:
     def _serve_stale(self) -> bool:
         """Read one stale ring once, finish those that are drained; whether there was anything.
 
-        Several are finished together: a commit costs about the same for one and for all.
+        Several are finished together: a commit costs about the same for one and for all. While a
+        living engine's ring fills up, they get their share of the time only.
         """
-        if self._roster.pressed:
+        began_s = time.monotonic()
+        if self._roster.pressed and began_s < self._stale_again_s:
             return False
         follower = self._roster.next_stale()
         busy = follower is not None and self._serve(follower)
@@ -134,6 +140,8 @@ class Collector:
         if drained and (waited_s >= COMMIT_S or self._roster.next_stale() is None):
             self._finish(drained)
             self._discover()
+        ended_s = time.monotonic()
+        self._stale_again_s = ended_s + (ended_s - began_s) * (1 / STALE_SHARE - 1)
         return busy or bool(drained)
 
     def _drain(self, backlog_s: float) -> None:
@@ -159,7 +167,8 @@ class Collector:
             log.warning("%d rings are left for the next collector", self._roster.stale_left)
         self._tell()
         while self._lake.connected and self._rollup.run_if_due(self._lake.connection(), []):
-            pass
+            if time.monotonic() >= ends_s:
+                break  # the next collector goes on with it
 
     def _discover_if_due(self) -> None:
         if time.monotonic() - self._discovered_s >= DISCOVER_S:
@@ -220,7 +229,21 @@ class Collector:
         status.upkeep_runs, status.upkeep_failures = upkeep.runs, upkeep.failures
         status.lake_bytes = upkeep.lake_bytes
         status.dropped_tokens = upkeep.retention.dropped_tokens
+        self._warn_of_loss()
         self._on_status(status)
+
+    def _warn_of_loss(self) -> None:
+        status, now = self.status, time.monotonic()
+        if status.lost_frames == self._warned_frames or now - self._warned_s < WARN_S:
+            return
+        self._warned_frames, self._warned_s = status.lost_frames, now
+        log.warning(
+            "lost %s tokens in %s frames so far, overwritten before they were read (table losses "
+            "has each): give the collector more processor time or engines a larger "
+            "INFERLOOP_RING_MIB",
+            f"{status.lost_tokens:,}",
+            f"{status.lost_frames:,}",
+        )
 
     def _finish(self, drained: list[Follower]) -> None:
         """Drained rings whose engines are gone: report, commit their end, take the rings away."""

@@ -108,6 +108,13 @@ class CollectorMetrics:
         }
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that went away is no error of the collector."""
+
+
 class MetricsServer:
     """HTTP in a thread of its own until `close`."""
 
@@ -115,14 +122,13 @@ class MetricsServer:
         """Raises CollectorError when the port cannot be had."""
         handler = type("Handler", (_Handler,), {"metrics": metrics})
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = _Server((host, port), handler)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise CollectorError(
                 f"cannot serve metrics on {host}:{port}: {why}. Choose another port with "
                 "--metrics-port or INFERLOOP_COLLECTOR_METRICS_PORT"
             ) from error
-        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
@@ -141,11 +147,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        if self.path == "/metrics":
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
             from prometheus_client import CONTENT_TYPE_LATEST
 
             self._answer(200, CONTENT_TYPE_LATEST, self.metrics.exposition())
-        elif self.path == "/health":
+        elif path == "/health":
             healthy, told = self.metrics.health()
             self._answer(200 if healthy else 503, "application/json", json.dumps(told).encode())
         else:

@@ -46,6 +46,8 @@ class CollectorLock:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+b")
+        except (FileExistsError, NotADirectoryError):
+            raise CollectorError(f"cannot lock {path}: {path.parent} is no directory") from None
         except OSError as error:
             raise CollectorError(f"cannot lock {path}: {error.strerror}") from error
         self._held.append(file)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from capture.errors import RingError, RingIncompleteError
+from capture.errors import RingError, RingFormatError, RingIncompleteError
 from capture.follower import Follower
 from capture.reader import RingReader, discover
 
@@ -32,6 +32,7 @@ class Roster:
         self._stale: deque[Path] = deque()
         self._waiting: set[Path] = set()
         self._refused: set[Path] = set()
+        self._unreadable: set[Path] = set()
 
     def __len__(self) -> int:
         return len(self._followers)
@@ -58,10 +59,12 @@ class Roster:
         """Take in the rings that are new.
 
         `follow` makes a reader's follower, or None for a ring that needs none; what it raises goes
-        through, RingError alone refuses the ring for good.
+        through, RingError alone refuses the ring for good. A ring that cannot be opened, for lack
+        of permission or of open files, is tried again at each call.
         """
         found = discover(self._directory)
         self._refused.intersection_update(found)
+        self._unreadable.intersection_update(found)
         for path in found:
             if path not in self._followers and path not in self._refused | self._waiting:
                 self._take(path, follow)
@@ -100,7 +103,7 @@ class Roster:
         except RingIncompleteError:
             return
         except RingError as error:
-            self._refuse(path, error)
+            self._cannot_open(path, error)
             return
         if not reader.writer_alive():
             reader.close()
@@ -114,7 +117,7 @@ class Roster:
             reader = RingReader(path)
         except RingError as error:
             if path.exists():
-                self._refuse(path, error)
+                self._cannot_open(path, error)
             return
         self._follow(reader, follow)
 
@@ -132,6 +135,13 @@ class Roster:
             self._followers[reader.path] = follower
         else:
             self._refused.add(reader.path)
+
+    def _cannot_open(self, path: Path, error: RingError) -> None:
+        if isinstance(error, RingFormatError):
+            self._refuse(path, error)
+        elif path not in self._unreadable:
+            self._unreadable.add(path)
+            log.warning("not yet followed: %s", error)
 
     def _refuse(self, path: Path, error: RingError) -> None:
         self._refused.add(path)

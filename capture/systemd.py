@@ -23,4 +23,4 @@ def notify(*lines: str) -> None:
     ):
         client.setblocking(False)
         client.connect(address)
-        client.send("\n".join(lines).encode())
+        client.send("\n".join(lines).encode(errors="replace"))

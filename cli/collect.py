@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,9 +58,10 @@ def collect(
 
     console = Console(stderr=True, soft_wrap=True)
     _log_to(console, quiet)
+    _allow_open_files()
     settings = Settings()
     place = LakePlace.from_settings(settings)
-    stop = _stop_on_signals()
+    stop = threading.Event()
     progress = Progress(console, quiet=quiet)
     watchers = [progress.show, _supervision(stop)]
 
@@ -69,6 +71,7 @@ def collect(
             console.print(f"collecting from {settings.rings} into {place.described}")
 
     with ExitStack() as stack:
+        _stop_on_signals(stack, stop)
         port = metrics_port or settings.collector_metrics_port
         if port is not None:
             watchers.append(_serve_metrics(stack, settings.collector_metrics_host, port))
@@ -87,12 +90,17 @@ def collect(
         console.print(f"stopped: {described(status)}")
 
 
-def _stop_on_signals() -> threading.Event:
-    """Set by SIGTERM and Ctrl-C."""
-    stop = threading.Event()
+def _allow_open_files() -> None:
+    """As many as this user may have: two for each ring, and those of the lake."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _stop_on_signals(stack: ExitStack, stop: threading.Event) -> None:
+    """Let SIGTERM and Ctrl-C set `stop` until the stack unwinds."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
+        stack.callback(signal.signal, number, signal.signal(number, lambda *_: stop.set()))
 
 
 def _tell(watchers: list[Callable[[Status], None]], status: Status) -> None:

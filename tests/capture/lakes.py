@@ -1,11 +1,14 @@
-"""Lakes that tests read: what the rings below a directory hold, committed."""
+"""Lakes that tests read, and what gets in a collector's way: other processes with the same lake."""
 
 from __future__ import annotations
 
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from capture.collector import Collector
@@ -35,3 +38,34 @@ def copied(made: LakePlace, place: LakePlace) -> LakePlace:
         connection.execute(moved, [f"{place.data}/"])
         connection.commit()
     return place
+
+
+@contextmanager
+def foreign_lock(place: LakePlace) -> Iterator[None]:
+    """Another process holds the catalog's write lock. (POSIX locks do not work within one.)"""
+    code = (
+        "import sqlite3, sys\n"
+        "catalog = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "catalog.execute('BEGIN IMMEDIATE')\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, place.catalog]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield
+        process.communicate("")
+
+
+def start_collector(home: Path, rings: Path) -> subprocess.Popen[str]:
+    """A collector in a process of its own, at work."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.capture.collect_process", str(home), str(rings)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process

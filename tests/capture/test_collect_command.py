@@ -102,6 +102,7 @@ def test_metrics_and_health_are_served_while_it_runs(
         metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
         health = httpx.get(f"http://127.0.0.1:{port}/health")
         nothing = httpx.get(f"http://127.0.0.1:{port}/")
+        with_parameter = httpx.get(f"http://127.0.0.1:{port}/health?from=probe")
     finally:
         process.terminate()
         process.communicate(timeout=30)
@@ -113,6 +114,7 @@ def test_metrics_and_health_are_served_while_it_runs(
     engine_id = ring.path.stem
     assert float(values[f'inferloop:collector_lag_bytes{{engine_id="{engine_id}"}}']) == 0
     assert (health.status_code, health.json()["status"]) == (200, "ok")
+    assert with_parameter.status_code == 200
     assert nothing.status_code == 404
     ring.close()
 
