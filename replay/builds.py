@@ -33,6 +33,9 @@ from replay.stream import UNREADABLE, one_line
 
 LOG_LINES = 20
 POLL_S = 0.1
+REUSE_S = 2.0
+"""An idle connection is used again for so long: servers close theirs after 5 s (uvicorn) or more,
+and a request that meets its end fails."""
 STOP_TIMEOUT_S = launcher.GRACE_S + 5.0
 NEUTRAL_ENVIRONMENT = {"INFERLOOP_MIRROR_SHARE": "0"}
 """Replayed requests must not be mirrored into the traffic they came from."""
@@ -189,7 +192,9 @@ class RunningBuild:
             base_url=self.base_url,
             headers=headers,
             timeout=timeout,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=100),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=100, keepalive_expiry=REUSE_S
+            ),
             trust_env=self.spec.endpoint is not None,
         )
 

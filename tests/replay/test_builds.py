@@ -176,6 +176,35 @@ def test_an_endpoint_gets_its_key_from_the_environment(
         start(spec, tmp_path)
 
 
+def test_a_connection_that_was_idle_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.builds.REUSE_S", 0.1)
+    opened = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
+        while await reader.read(65536):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        writer.close()
+
+    async def ask() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        build = RunningBuild(
+            BuildSpec(name="b", endpoint=f"http://127.0.0.1:{port}"), log=tmp_path / "log"
+        )
+        build.base_url = f"http://127.0.0.1:{port}"
+        async with server, build.open_http(httpx.Timeout(10)) as http:
+            await http.get("/")
+            await asyncio.sleep(0.2)
+            await http.get("/")
+
+    asyncio.run(ask())
+    assert opened == 2
+
+
 def test_an_unknown_model_is_refused(tmp_path: Path, toys: Toys) -> None:
     spec = toys("plain").model_copy(update={"model": "gpt"})
     with pytest.raises(BuildError, match="serves toy, not gpt"):
