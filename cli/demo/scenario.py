@@ -235,7 +235,10 @@ class Scenario:
         code = subprocess.run(_inferloop(*arguments), check=False).returncode
         self._console.print()
         if code and not may_fail:
-            raise DemoError(f"`inferloop {arguments[0]}` ended with exit code {code}")
+            raise DemoError(
+                f"`inferloop {arguments[0]}` ended with exit code {code}, and says above why; "
+                "the demo needs two cores for itself: on a busy machine run it again later"
+            )
         return code
 
     def _show_command(self, arguments: list[str], *, background: bool = False) -> None:
