@@ -118,11 +118,13 @@ class Collector:
             self._commit([follower], finished=False)
             follower.close()
             return False
+        if not busy:
+            return False
         followers = self._roster.followers
         tokens = sum(follower.rows.tokens for follower in followers)
         if tokens >= COMMIT_TOKENS or sum(f.rows.others for f in followers) >= COMMIT_OTHERS:
             self.commit()
-        return busy
+        return True
 
     def _serve_stale(self) -> bool:
         """Read one stale ring once, finish those that are drained; whether there was anything.
