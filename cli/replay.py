@@ -105,7 +105,11 @@ def list_runs(
     from replay.history import recent_runs
 
     with open_database()() as session:
-        Console().print(runs_table(recent_runs(session, limit)))
+        runs = recent_runs(session, limit)
+        if runs:
+            Console().print(runs_table(runs))
+        else:
+            typer.echo("no run yet: make one with `inferloop replay`", err=True)
 
 
 def _show_run(run_id: int | None, *, diff: int | None, diffs: int) -> None:

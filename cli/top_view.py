@@ -83,7 +83,7 @@ def _engine(engine: EngineView, rows: int | None) -> _Block:
     if live.tenants:
         block.add(Text(), _tenants(live.tenants, tenants))
     if events:
-        block.add(Text(), _events(engine, events))
+        block.add(Text(), *_events(engine, events))
     return block
 
 
@@ -267,17 +267,17 @@ def _tenants(tenants: Sequence[TenantActivity], rows: int) -> Table:
     return table
 
 
-def _events(engine: EngineView, rows: int) -> Table:
-    """The newest ones."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="ellipsis", no_wrap=True)
+def _events(engine: EngineView, rows: int) -> list[Text]:
+    """The newest ones, a line each: what is too long for it is cut at the end."""
+    lines = []
     offset_ns = engine.anchor_wall_ns - engine.anchor_monotonic_ns
     for event in engine.live.events[-rows:]:
         often = f"{event.count:,} times, last " if event.count > 1 else ""
         at = datetime.fromtimestamp((event.at_ns + offset_ns) / 1e9, UTC)
-        table.add_row(f"{at:%H:%M:%S}", Text(often + one_line(event.text, 300)))
-    return table
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{at:%H:%M:%S}", "dim").append(f"  {often}{one_line(event.text, 300)}")
+        lines.append(line)
+    return lines
 
 
 def _note(text: str) -> Text:

@@ -324,10 +324,10 @@ def test_a_small_terminal_shows_the_newest_events(rings: Path) -> None:
     for tenant in range(30):
         write_request(trace, 10 + tenant, tenant=f"tenant-{tenant}")
     for number in range(8):
-        trace.mark(f"mark {number}")
+        trace.mark(f"mark {number} {'x' * 200}")
     lines = screen(rings, rows=24)
     assert len(lines) <= 24
-    assert lines[-1].endswith("mark: mark 7")
+    assert re.match(r"\d\d:\d\d:\d\d  mark: mark 7 x+", lines[-1]), "cut at its end"
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(

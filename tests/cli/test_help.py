@@ -29,6 +29,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_the_version_can_be_asked_for() -> None:
+    assert run("--version").stdout.startswith("inferloop ")
+
+
 def test_every_module_adds_its_command() -> None:
     assert {name for name, *_ in leaves()} == set(COMMANDS)
 

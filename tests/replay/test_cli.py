@@ -40,6 +40,10 @@ def build_file(path: Path, spec: BuildSpec) -> str:
     return str(path)
 
 
+def test_before_the_first_run_the_list_says_how_to_make_one(home: Path) -> None:
+    assert "no run yet: make one with `inferloop replay`" in invoke("replay", "list")
+
+
 def test_a_replay_is_reported_and_can_be_shown_again(home: Path, toys: Toys) -> None:
     old = build_file(home / "old.toml", toys("plain"))
     new = build_file(home / "new.toml", toys("flip"))
