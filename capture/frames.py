@@ -107,10 +107,12 @@ class TraceWriter:
     def engine(self, info: dict[str, Any]) -> None:
         """Describe the engine: fingerprint, model, configuration, kernel variants.
 
-        Model and fingerprint go into the ring's header, too. Raises FrameTooLargeError when the
-        JSON is over the ring's frame limit.
+        Model and fingerprint go into the ring's header, too; a proxy's names its upstream. Raises
+        FrameTooLargeError when the JSON is over the ring's frame limit.
         """
         names = [str(info.get(key, "unknown")) for key in ("model", "fingerprint")]
+        if "upstream" in info:
+            names[0] = f"{names[0]} through the proxy for {info['upstream']}"
         with self._ring.lock:
             self._ring.label(*names)
         self._append(FrameType.ENGINE, json.dumps(info, default=str).encode())

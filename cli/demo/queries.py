@@ -17,10 +17,6 @@ POLICY_EVENTS = """\
 SELECT happened_at, detail FROM events
 WHERE kind = 'policy_reloaded' ORDER BY happened_at DESC LIMIT 3"""
 
-WHY_SLOWEST = """\
-SELECT position, round(latency_ms, 1) AS latency_ms, cause, evidence
-FROM why((SELECT request_id FROM request_latency ORDER BY duration_ms DESC LIMIT 1))"""
-
 UNSURE_TOKENS = """\
 SELECT class_key, count(*) AS tokens, round(avg((margin < 0.1)::INT), 3) AS share_unsure
 FROM tokens JOIN requests USING (engine_id, slot) GROUP BY class_key ORDER BY share_unsure DESC"""

@@ -75,7 +75,7 @@ class Scenario:
             activate = Path(sys.prefix) / "bin" / "activate"
             self._console.print(Text(f"$ source {activate}", style="bold green"), soft_wrap=True)
         for command in (
-            ["sql", queries.WHY_SLOWEST],
+            ["why", "--slowest", "3"],
             ["sql", queries.UNSURE_TOKENS],
             ["label", "next", "--expert", "you"],
             ["gate", "--markdown", "gate.md"],
@@ -112,7 +112,10 @@ class Scenario:
     def _replay(self, traffic: Path) -> None:
         self._title("3. Replay that traffic: the old build twice, the new one once")
         old, new = self._build_file("old"), self._build_file("new")
-        self._command("replay", "--old", old, "--new", new, "--traffic", str(traffic))
+        replay = ("replay", "--old", old, "--new", new, "--traffic", str(traffic))
+        if self._command(*replay, may_fail=True):
+            self._say("Something else kept this machine busy, or so it seems: once more.")
+            self._command(*replay)
         self._command("replay", "show", "--diffs", str(SHOWN_DIFFS))
 
     def _judge(self) -> None:

@@ -370,6 +370,9 @@ def test_the_label_outlives_the_engine_frame(tmp_path: Path) -> None:
     report = inspect(ring.path, window_s=0, last=0)
     assert report.scan.engine is None
     assert report.label == reader.label
+    TraceWriter(ring).engine({"model": "m", "kind": "proxy", "upstream": "http://10.0.0.1:8000"})
+    model = "m through the proxy for http://10.0.0.1:8000"
+    assert reader.label == {"model": model, "fingerprint": "unknown"}
     ring.close()
     with ring.path.open("r+b") as file:
         file.seek(2048 + 20)
