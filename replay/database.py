@@ -5,6 +5,8 @@ SQLite (WAL) by default, PostgreSQL by URL. Tables are created by `migrations`, 
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -36,6 +38,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+BUSY_S = 30
 CONSTRAINT_NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -94,7 +97,21 @@ def _explain(context: ExceptionContext) -> None:
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_S * 1000}")
+    _switch_to_wal(cursor)
     cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.execute("PRAGMA busy_timeout=30000")
     cursor.close()
+
+
+def _switch_to_wal(cursor: Any) -> None:
+    """Of two connections that switch a new file at once SQLite refuses one without waiting."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return

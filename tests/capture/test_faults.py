@@ -205,7 +205,7 @@ def test_many_stale_rings_take_a_bounded_number_of_open_files(
 
     def counting(self: Follower, status: Status) -> bool:
         nonlocal most
-        most = max(most, sum("ring" in link for link in open_files()))
+        most = max(most, sum(link.startswith(f"{rings}/") for link in open_files()))
         return poll(self, status)
 
     monkeypatch.setattr(Follower, "poll", counting)
