@@ -35,7 +35,7 @@ COMMIT_OTHERS = 50_000  # rows of other tables than tokens, steps and prefill ch
 POLL_S = 0.02
 DISCOVER_S = 0.25
 WARN_S = 10.0
-CALM_LAG_SHARE = 0.1  # of any living engine's ring unread: beyond, only what cannot wait is done
+CALM_LAG_SHARE = 0.05  # of any living engine's ring unread: beyond, only what cannot wait is done
 STALE_SHARE = 0.1  # of the time goes to stale rings even while a living engine's ring fills up
 BACKLOG_PATIENCE_S = 30.0  # when told to stop: stale rings lose nothing by waiting for the next
 
