@@ -37,6 +37,10 @@ bench: setup
 	$(BIN)/python -m benchmarks.bench_ingest
 	$(BIN)/python -m benchmarks.bench_scheduler
 	$(BIN)/python -m benchmarks.bench_engine_cpu
+	$(BIN)/python -m benchmarks.bench_why
+	$(BIN)/python -m benchmarks.bench_proxy
+	$(BIN)/python -m benchmarks.bench_traffic
+	$(BIN)/python -m benchmarks.bench_watch
 
 clean:
 	rm -rf $(VENV) build *.egg-info .inferloop

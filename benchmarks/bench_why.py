@@ -185,7 +185,7 @@ def main() -> None:
                 for name, action in questions(lake)
             ]
     report(
-        "why",
+        "bench_why",
         rows,
         title=f"why on {count:,} tokens",
         details={
