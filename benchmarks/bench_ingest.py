@@ -24,8 +24,8 @@ from uuid import uuid4
 import numpy as np
 
 from benchmarks.report import report
+from capture.collecting.follower import Status
 from capture.collector import Collector
-from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from capture.ring import RingWriter

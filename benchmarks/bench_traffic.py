@@ -24,8 +24,8 @@ from capture.contract.check import check_files
 from capture.contract.drift import Profile
 from capture.contract.schema import traffic_schema
 from capture.mirror import Mirror
-from capture.traffic_files import numbered_lines, traffic_files
-from capture.traffic_writer import FilePolicy, Fsync
+from capture.mirroring.traffic_files import numbered_lines, traffic_files
+from capture.mirroring.traffic_writer import FilePolicy, Fsync
 
 WORDS = (
     "the",

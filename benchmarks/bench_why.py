@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import report
+from capture.collecting.upkeep import merge
 from capture.lake import LakePlace, open_connection
-from capture.upkeep import merge
 from capture.why.lookup import Ranking, find, slowest
 from capture.why.report import explain
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.bench_ingest import live_bytes, read, write
 from benchmarks.report import report
+from capture.collecting.follower import Status
 from capture.collector import Collector
-from capture.follower import Status
 from capture.lake import LakePlace, open_connection
 
 SAMPLE_S = 1.0

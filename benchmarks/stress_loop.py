@@ -34,8 +34,8 @@ import httpx
 from benchmarks.report import report
 from capture.errors import LakeMissingError
 from capture.lake import open_connection
+from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.settings import Settings
-from capture.traffic_files import numbered_lines, traffic_files
 from replay.builds import free_port
 
 MAX_TOKENS = 256

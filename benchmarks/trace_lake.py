@@ -14,11 +14,11 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from capture.ingest import LOGPROB_BITS, MARGIN_BITS, rounded
-from capture.retention import METADATA
+from capture.collecting.ingest import LOGPROB_BITS, MARGIN_BITS, rounded
+from capture.collecting.retention import METADATA
+from capture.collecting.rollup_schedule import ROLLUP_S, ROLLUP_TOKENS
+from capture.collecting.upkeep import merge
 from capture.rollup import ALL_STEPS, roll_up
-from capture.rollup_schedule import ROLLUP_S, ROLLUP_TOKENS
-from capture.upkeep import merge
 
 if TYPE_CHECKING:
     import duckdb

@@ -1,8 +1,8 @@
 """The collector: follows every ring of a directory and commits its rows to the lake, exactly once.
 
 The cursor of a ring is committed in the transaction of its rows: killed anywhere, the collector
-goes on where the lake says. Not for decoding (`capture.ingest`), waiting for the lake
-(`capture.lake_writer`) or the order of the rings (`capture.roster`).
+goes on where the lake says. Not for decoding (`capture.collecting.ingest`), waiting for the lake
+(`capture.collecting.lake_writer`) or the order of the rings (`capture.collecting.roster`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from capture.collecting.exclusive import CollectorLock
+from capture.collecting.finishing import Finisher
+from capture.collecting.follower import Follower, Status
+from capture.collecting.lake_writer import LakeWriter
+from capture.collecting.retention import Limits
+from capture.collecting.rollup_schedule import RollupSchedule
+from capture.collecting.roster import Roster
+from capture.collecting.upkeep import Upkeep
 from capture.errors import RingError
-from capture.exclusive import CollectorLock
-from capture.finishing import Finisher
-from capture.follower import Follower, Status
 from capture.lake import LakePlace
-from capture.lake_writer import LakeWriter
 from capture.reader import RingReader
-from capture.retention import Limits
-from capture.rollup_schedule import RollupSchedule
-from capture.roster import Roster
-from capture.upkeep import Upkeep
 
 log = logging.getLogger("inferloop.collector")
 

@@ -2,7 +2,7 @@
 
 Reading is safe from any number of processes while the collector writes. One DuckDB connection is
 not safe for several threads: give each its own with `new_cursor`. Not for writing rows: that is
-`capture.ingest`; not for a user's SQL: that is `capture.query`.
+`capture.collecting.ingest`; not for a user's SQL: that is `capture.sql.query`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
+from capture.collecting.lake_check import refuse_files_without_catalog
 from capture.errors import (
     LakeError,
     LakeMissingError,
@@ -22,7 +23,6 @@ from capture.errors import (
     first_line,
     without_passwords,
 )
-from capture.lake_check import refuse_files_without_catalog
 from capture.lake_migrations import migrate, refuse_newer, stored_version
 from capture.schema import SCHEMA_VERSION
 from capture.settings import Settings

@@ -1,7 +1,7 @@
 """The trace lake for Python programs: `from capture import open_lake`.
 
 Reads only, and may be shared by threads. Not for our own code, which needs DuckDB's connection
-(`capture.lake.open_connection`), nor for SQL of people we do not trust (`capture.query`).
+(`capture.lake.open_connection`), nor for SQL of people we do not trust (`capture.sql.query`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from capture.errors import LakeError, QueryError, first_line
 from capture.lake import LakePlace, new_cursor, open_connection
-from capture.query import checked_text
 from capture.settings import Settings
+from capture.sql.query import checked_text
 
 if TYPE_CHECKING:
     import duckdb

@@ -28,9 +28,9 @@ from capture.decode import (
     well_formed,
 )
 from capture.errors import FrameError
-from capture.frame_text import describe, gpu_text, memory_text
 from capture.frames import FrameType, Phase
 from capture.reader import FrameBatch, Gap
+from capture.rings.frame_text import describe, gpu_text, memory_text
 
 SLICE_NS = 250_000_000
 MAX_TOKENS = 8_000_000  # in the window: beyond, it is shortened

@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from capture.errors import place_of
-from capture.redaction import redact_record
-from capture.sampling import (
+from capture.mirroring.redaction import redact_record
+from capture.mirroring.sampling import (
     MirrorError,
     is_sampled,
     key_id,
@@ -32,11 +32,11 @@ from capture.sampling import (
     opening_id,
     pseudonym,
 )
+from capture.mirroring.traffic_store import TrafficStore
+from capture.mirroring.traffic_writer import FilePolicy, TrafficWriter
+from capture.mirroring.truncation import approximate_bytes, truncate_record
 from capture.settings import Settings
 from capture.traffic import TrafficRecord
-from capture.traffic_store import TrafficStore
-from capture.traffic_writer import FilePolicy, TrafficWriter
-from capture.truncation import approximate_bytes, truncate_record
 
 ALLOWED_HEADERS = frozenset(
     {"content-type", "user-agent", "traceparent", "x-conversation", "x-priority", "x-route"}

@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from capture.errors import RingError, RingFormatError
-from capture.frame_check import FoundFrame, check_frame
-from capture.liveness import Liveness, is_locked, liveness
 from capture.ring import (
     ALIGNMENT,
     CLOSED,
@@ -36,7 +34,9 @@ from capture.ring import (
     TOKENS,
     RingHeader,
 )
-from capture.ring_label import LABEL_BYTES, LABEL_OFFSET, unpack_label
+from capture.rings.frame_check import FoundFrame, check_frame
+from capture.rings.liveness import Liveness, is_locked, liveness
+from capture.rings.ring_label import LABEL_BYTES, LABEL_OFFSET, unpack_label
 
 READ_BYTES = 4 << 20
 STALL_S = 1.0

@@ -29,9 +29,9 @@ from capture.errors import (
     RingIncompleteError,
     RingInUseError,
 )
-from capture.liveness import ProcessIdentity
-from capture.ring_label import LABEL_OFFSET, pack_label
-from capture.ring_space import allocate, why_in_use
+from capture.rings.liveness import ProcessIdentity
+from capture.rings.ring_label import LABEL_OFFSET, pack_label
+from capture.rings.ring_space import allocate, why_in_use
 
 MAGIC = b"INFLRING"
 FORMAT_VERSION = 1

@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from capture.attendance import Attendance
 from capture.errors import RingError, RingIncompleteError
 from capture.live import LiveEngine, LiveSnapshot
 from capture.reader import RingReader, check_directory, discover
-from capture.ring_report import ReaderLag, reader_lags
+from capture.rings.attendance import Attendance
+from capture.rings.ring_report import ReaderLag, reader_lags
 
 WINDOW_S = 10.0
 DISCOVER_S = 0.5

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capture.systemd import notify
+from capture.collecting.systemd import notify
 from cli.main import app
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from capture.follower import Status
+    from capture.collecting.follower import Status
 
 STATUS_S = 10.0
 
@@ -51,9 +51,9 @@ def collect(
     """
     from rich.console import Console
 
+    from capture.collecting.retention import Limits
     from capture.collector import Collector
     from capture.lake import LakePlace
-    from capture.retention import Limits
     from capture.settings import Settings
 
     console = Console(stderr=True, soft_wrap=True)
@@ -120,7 +120,7 @@ def _log_to(console: Console, quiet: bool) -> None:
 
 def _serve_metrics(stack: ExitStack, host: str, port: int) -> Callable[[Status], None]:
     """Serve metrics until the stack unwinds; what to tell each status to."""
-    from capture.collector_metrics import CollectorMetrics, MetricsServer
+    from capture.collecting.collector_metrics import CollectorMetrics, MetricsServer
 
     metrics = CollectorMetrics()
     stack.callback(MetricsServer(metrics, host, port).close)

@@ -29,7 +29,7 @@ def list_rings(as_json: AsJson = False) -> None:
 
     Example: inferloop ring list
     """
-    from capture.ring_report import summaries
+    from capture.rings.ring_report import summaries
     from capture.settings import Settings
     from cli.ring_view import rings_view
     from cli.screen import show
@@ -64,8 +64,8 @@ def inspect_ring(
 
     Example: inferloop ring inspect --last 20
     """
-    from capture.ring_files import find_ring
-    from capture.ring_report import inspect
+    from capture.rings.ring_files import find_ring
+    from capture.rings.ring_report import inspect
     from capture.settings import Settings
     from cli.ring_view import as_document, report_view
     from cli.screen import show

@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capture.frame_text import FrameLine
-from capture.ring_report import ReaderLag, RingReport, RingSummary, Scan
+from capture.rings.frame_text import FrameLine
+from capture.rings.ring_report import ReaderLag, RingReport, RingSummary, Scan
 from cli.screen import one_line, size, span
 
 ENGINE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from capture.frames import TraceWriter
-    from capture.mirror_process import MirrorProcess
+    from capture.mirroring.mirror_process import MirrorProcess
     from capture.settings import Settings
     from engine.core import Engine
     from engine.metrics import EngineMetrics
@@ -275,8 +275,8 @@ def _mirror(
     options: _Options, settings: Settings, metrics: EngineMetrics, cleanup: ExitStack
 ) -> MirrorProcess | None:
     """Where finished requests go, if any are kept."""
-    from capture.mirror_metrics import MirrorCollector
-    from capture.mirror_process import MirrorProcess
+    from capture.mirroring.mirror_metrics import MirrorCollector
+    from capture.mirroring.mirror_process import MirrorProcess
 
     share = settings.mirror_share if options.mirror_share is None else options.mirror_share
     if share == 0:

@@ -15,7 +15,7 @@ from cli.main import app
 
 if TYPE_CHECKING:
     from capture.console.output import Written
-    from capture.query import QuerySession
+    from capture.sql.query import QuerySession
 
 TABLE_ROWS = 100
 
@@ -79,8 +79,8 @@ def sql(
     Example:  inferloop sql --watch 2 "SELECT count(*) AS tokens FROM tokens"
     """
     from capture.lake import LakePlace
-    from capture.query import QueryLimits, QuerySession, checked_text
     from capture.settings import Settings
+    from capture.sql.query import QueryLimits, QuerySession, checked_text
 
     form = form or (output and format_of(output)) or Format.table
     if form is Format.parquet and output is None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from capture.live import LiveSnapshot, Percentiles, TenantActivity
-from capture.ring_report import ReaderLag
+from capture.rings.ring_report import ReaderLag
 from capture.watch import EngineView, WatchView
 from cli.screen import one_line, size, span
 

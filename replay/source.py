@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from capture.mirroring.traffic_files import TrafficFileError, numbered_lines, traffic_files
 from capture.traffic import SCHEMA, Sampling, TrafficRecord
-from capture.traffic_files import TrafficFileError, numbered_lines, traffic_files
 from replay.errors import TrafficError
 from replay.stream import one_line
 

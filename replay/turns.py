@@ -1,8 +1,8 @@
 """Which earlier request a request goes on from, as the turns of a conversation do.
 
 A conversation that its client named is taken at its word. One that was told by how it opens
-(`capture.sampling.opening_id`) may be several that open alike: there a turn is what repeats
-another's messages and adds to them. Not for when turns are sent (`replay.pacing`).
+(`opening_id` of `capture.mirroring.sampling`) may be several that open alike: there a turn is what
+repeats another's messages and adds to them. Not for when turns are sent (`replay.pacing`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from capture.sampling import INSTRUCTIONS, OPENING_PREFIX
+from capture.mirroring.sampling import INSTRUCTIONS, OPENING_PREFIX
 from capture.traffic import TrafficRecord
 
 Key = tuple[str, bytes]

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from capture.collector_metrics import CollectorMetrics
+from capture.collecting.collector_metrics import CollectorMetrics
 from capture.gpu.metrics import TelemetryCollector
 from capture.gpu.monitor import GpuMonitor
 from capture.gpu.telemetry import Telemetry

@@ -1,4 +1,4 @@
 """SQL over the lake for people: output formats, watching a query, the interactive shell.
 
-All of it runs queries through `capture.query`. Not for judging or confining SQL.
+All of it runs queries through `capture.sql.query`. Not for judging or confining SQL.
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
-from capture.query import QuerySession
+from capture.sql.query import QuerySession
 from capture.views import VIEWS
 
 _WORD = re.compile(r"[\w.]+$")

@@ -20,7 +20,7 @@ from capture.atomic_file import OutputError, opened
 from capture.console.completion import SqlCompleter, Vocabulary, read_vocabulary
 from capture.console.output import Format, Written, format_of, one_line, write
 from capture.errors import CaptureError, QueryError
-from capture.query import QuerySession
+from capture.sql.query import QuerySession
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

@@ -13,7 +13,7 @@ from typing import IO
 
 from capture.console.output import Format, write
 from capture.errors import QueryError
-from capture.query import QuerySession
+from capture.sql.query import QuerySession
 
 HOME, CLEAR_LINE, CLEAR_BELOW = b"\x1b[H", b"\x1b[K", b"\x1b[J"
 CUT_LINES, WRAP_LINES = b"\x1b[?7l", b"\x1b[?7h"  # where the terminal ends

@@ -17,8 +17,8 @@ import pydantic_core
 
 from capture.contract.schema import traffic_schema
 from capture.contract.shown import printable
+from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.traffic import TrafficRecord
-from capture.traffic_files import numbered_lines, traffic_files
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError

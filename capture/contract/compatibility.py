@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from capture.contract.schema import TAGS
-from capture.traffic_files import TrafficFileError
+from capture.mirroring.traffic_files import TrafficFileError
 
 Schema = dict[str, Any]
 Breaks = Literal["files", "readers", "meaning"]

@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from capture.mirroring.traffic_files import TrafficFileError
 from capture.traffic import SCHEMA, TrafficRecord
-from capture.traffic_files import TrafficFileError
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TAGS = ("x-pii", "x-unit", "x-limit")

@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from capture.frames import TraceWriter
-from capture.mirror_process import MirrorProcess
+from capture.mirroring.mirror_process import MirrorProcess
 from capture.proxy.address import Address, ProxyError, parse_upstream
 from capture.proxy.core import Proxy
 from capture.proxy.metrics import ProxyMetrics

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from capture.mirror_metrics import Counting, MirrorCollector
+from capture.mirroring.mirror_metrics import Counting, MirrorCollector
 
 if TYPE_CHECKING:
     from capture.proxy.answer import Answer

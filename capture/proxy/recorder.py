@@ -24,7 +24,7 @@ from capture.proxy.record import class_key, traffic_record
 from capture.proxy.trace import ProxyTrace
 
 if TYPE_CHECKING:
-    from capture.mirror_process import MirrorProcess
+    from capture.mirroring.mirror_process import MirrorProcess
     from capture.proxy.metrics import ProxyMetrics
 
 log = logging.getLogger("inferloop.proxy")

@@ -169,7 +169,7 @@ def unknown(lake: duckdb.DuckDBPyConnection, text: str, ring_dir: Path) -> WhyEr
 def _uncollected(lake: duckdb.DuckDBPyConnection, ring_dir: Path) -> int:
     """Frames in the rings that are not in the lake and that no collector is about to fetch."""
     from capture.reader import RingReader, discover
-    from capture.ring_report import reader_lags
+    from capture.rings.ring_report import reader_lags
 
     committed = dict(
         lake.execute(

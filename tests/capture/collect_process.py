@@ -17,8 +17,9 @@ import threading
 import time
 from pathlib import Path
 
-from capture import collector, rollup_schedule, upkeep
-from capture.follower import Status
+from capture import collector
+from capture.collecting import rollup_schedule, upkeep
+from capture.collecting.follower import Status
 from capture.lake import LakePlace
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from capture.attendance import Attendance, attending, readers_directory, remove_ring
 from capture.reader import Cursor, discover
+from capture.rings.attendance import Attendance, attending, readers_directory, remove_ring
 from tests.capture.rings import forked, kill, new_ring
 
 CURSOR = Cursor(sequence=10, tokens=300, position=640, lost_frames=2, lost_tokens=30)
@@ -45,7 +45,7 @@ def test_reports_are_written_once_a_second_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("capture.attendance.time.monotonic", lambda: now)
+    monkeypatch.setattr("capture.rings.attendance.time.monotonic", lambda: now)
     ring = new_ring(tmp_path)
     reader = Attendance(ring.path, "collector")
     reader.report(CURSOR, 1)
@@ -103,7 +103,7 @@ def test_a_step_of_the_wall_clock_does_not_change_when_a_reader_was_seen(
     now_ns = time.time_ns()
     for step_s in (-240, 240):
         stepped_ns = now_ns + step_s * 10**9
-        monkeypatch.setattr("capture.attendance.time.time_ns", lambda at=stepped_ns: at)
+        monkeypatch.setattr("capture.rings.attendance.time.time_ns", lambda at=stepped_ns: at)
         [reader] = attending(ring.path)
         assert reader.seen_ago_s < 5
 
@@ -143,7 +143,7 @@ def test_an_unwritable_place_is_said_once_and_hurts_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("capture.attendance.time.monotonic", lambda: now)
+    monkeypatch.setattr("capture.rings.attendance.time.monotonic", lambda: now)
     ring = new_ring(tmp_path)
     readers_directory(ring.path).write_text("in the way")
     reader = Attendance(ring.path, "collector")
@@ -174,7 +174,7 @@ def test_a_removed_ring_takes_its_notes_along_and_they_do_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("capture.attendance.time.monotonic", lambda: now)
+    monkeypatch.setattr("capture.rings.attendance.time.monotonic", lambda: now)
     ring = new_ring(tmp_path)
     reader, late = Attendance(ring.path, "collector"), Attendance(ring.path, "top")
     reader.report(CURSOR, 0)
@@ -188,5 +188,7 @@ def test_a_removed_ring_takes_its_notes_along_and_they_do_not_come_back(
 
 def test_attendance_needs_no_heavy_library() -> None:
     heavy = ("duckdb", "pyarrow", "torch", "rich")
-    probe = f"import sys, capture.attendance; sys.exit(any(m in sys.modules for m in {heavy!r}))"
+    probe = (
+        f"import sys, capture.rings.attendance; sys.exit(any(m in sys.modules for m in {heavy!r}))"
+    )
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

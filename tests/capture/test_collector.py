@@ -18,10 +18,10 @@ import duckdb
 import pytest
 import zstandard
 
-from capture import lake_writer
+from capture.collecting import lake_writer
+from capture.collecting.follower import Status
 from capture.collector import Collector
 from capture.errors import CollectorError
-from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, new_cursor, open_connection
 from capture.reader import RingReader, discover

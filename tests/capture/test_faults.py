@@ -15,17 +15,18 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from capture import lake_writer, ring, roster
+from capture import ring
+from capture.collecting import lake_writer, roster
+from capture.collecting.follower import Follower, Status
+from capture.collecting.insert import insert_rows
+from capture.collecting.retention import Limits
+from capture.collecting.upkeep import Upkeep, delete_orphans, expire, merge
 from capture.collector import Collector
 from capture.errors import CollectorError, LakeError, RingError
-from capture.follower import Follower, Status
 from capture.frames import TraceWriter
-from capture.insert import insert_rows
 from capture.lake import LakePlace, open_connection
 from capture.reader import RingReader, discover
-from capture.retention import Limits
 from capture.ring import MIN_CAPACITY
-from capture.upkeep import Upkeep, delete_orphans, expire, merge
 from tests.capture.lakes import foreign_lock, start_collector
 from tests.capture.rings import (
     MIB,

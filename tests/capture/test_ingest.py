@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from capture.collecting.ingest import LOGPROB_BITS, MOST_US, RingRows, rounded
 from capture.frames import TraceWriter
-from capture.ingest import LOGPROB_BITS, MOST_US, RingRows, rounded
 from capture.reader import RingReader
 from tests.capture.rings import new_ring, write_step
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from capture.collecting.upkeep import expire, merge
 from capture.collector import Collector
 from capture.errors import LakeError, LakeMissingError, LakeVersionError
 from capture.frames import TraceWriter
@@ -19,7 +20,6 @@ from capture.lake import LakePlace, extension_path, open_connection
 from capture.schema import TABLES
 from capture.schema_docs import render
 from capture.settings import Settings
-from capture.upkeep import expire, merge
 from capture.views import VIEWS
 from tests.capture.rings import new_ring, write_finish, write_request, write_step
 

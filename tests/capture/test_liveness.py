@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from capture.liveness import ProcessIdentity, liveness, pid_namespace
 from capture.reader import RingReader, discover
 from capture.ring import STATE, RingWriter
+from capture.rings.liveness import ProcessIdentity, liveness, pid_namespace
 from tests.capture.rings import forked, kill, new_ring, numbered, read_all
 
 MARK = 8

@@ -19,12 +19,12 @@ from prometheus_client import CollectorRegistry
 import capture.mirror
 from capture.errors import SettingsError
 from capture.mirror import Mirror
-from capture.mirror_metrics import MirrorCollector
-from capture.sampling import MirrorError, is_sampled, key_id, load_key, pseudonym
+from capture.mirroring.mirror_metrics import MirrorCollector
+from capture.mirroring.sampling import MirrorError, is_sampled, key_id, load_key, pseudonym
+from capture.mirroring.traffic_files import numbered_lines, traffic_files
+from capture.mirroring.traffic_writer import FilePolicy
 from capture.settings import Settings
 from capture.traffic import TrafficRecord
-from capture.traffic_files import numbered_lines, traffic_files
-from capture.traffic_writer import FilePolicy
 
 KEY = b"a key of the tests"
 SECRETS = ("jane.doe@example.com", "4111 1111 1111 1111", "203.0.113.9", "session-cookie-1")

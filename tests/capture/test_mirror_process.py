@@ -13,9 +13,9 @@ from uuid import uuid4
 
 import pytest
 
-from capture import mirror_process
 from capture.mirror import MirrorCounters
-from capture.mirror_process import MirrorProcess
+from capture.mirroring import mirror_process
+from capture.mirroring.mirror_process import MirrorProcess
 from capture.proxy.record import Series
 from capture.settings import Settings
 from tests.capture.proxy.processes import records_in, wait_for
@@ -35,7 +35,7 @@ def child() -> int:
     """The mirror's process."""
     for tasks in Path("/proc/self/task").iterdir():
         for pid in (tasks / "children").read_text().split():
-            if b"capture.mirror_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"capture.mirroring.mirror_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
     raise AssertionError("there is no such process")
 

@@ -15,14 +15,14 @@ from uuid import UUID
 import duckdb
 import pytest
 
+from capture.collecting.follower import Status
+from capture.collecting.lake_writer import LakeWriter
 from capture.collector import Collector
 from capture.errors import LakeError, LakeMissingError, first_line
-from capture.follower import Status
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
-from capture.lake_writer import LakeWriter
-from capture.query import run_query
 from capture.rollup import ALL_STEPS, roll_up
+from capture.sql.query import run_query
 from tests.capture.rings import MIB, engine, new_ring, write_request, write_step
 from tests.migrations.postgres import postgres_server
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.personal_numbers import is_card_number, is_iban
-from capture.redaction import PIECE_CHARS, Redactor, redact_record
-from capture.truncation import truncate_record
+from capture.mirroring.personal_numbers import is_card_number, is_iban
+from capture.mirroring.redaction import PIECE_CHARS, Redactor, redact_record
+from capture.mirroring.truncation import truncate_record
 
 FOUND = [
     ("write to jane.doe+x@mail.example.com.", "write to <email>."),

@@ -11,9 +11,8 @@ from uuid import UUID
 import duckdb
 import pytest
 
-from capture import retention
-from capture.lake import LakePlace, open_connection
-from capture.retention import (
+from capture.collecting import retention
+from capture.collecting.retention import (
     Limits,
     Retention,
     catalog_bytes,
@@ -21,8 +20,9 @@ from capture.retention import (
     drop_before,
     lake_files,
 )
+from capture.collecting.upkeep import expire
+from capture.lake import LakePlace, open_connection
 from capture.schema import TABLES
-from capture.upkeep import expire
 
 ENGINES = (UUID(int=1), UUID(int=2))
 TODAY = datetime.now(UTC).replace(tzinfo=None, hour=0, minute=0, second=0, microsecond=0)

@@ -11,10 +11,10 @@ from uuid import uuid4
 
 import pytest
 
-from capture import ring_archive
-from capture.attendance import readers_directory
-from capture.ring_archive import archive_ring, retire_ring
-from capture.ring_files import opened_ring
+from capture.collecting import ring_archive
+from capture.collecting.ring_archive import archive_ring, retire_ring
+from capture.rings.attendance import readers_directory
+from capture.rings.ring_files import opened_ring
 from tests.capture.rings import MIB, engine
 
 

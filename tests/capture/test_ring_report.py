@@ -18,15 +18,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 from xxhash import xxh3_64_intdigest
 
-import capture.ring_report
-from capture.attendance import Attendance
+import capture.rings.ring_report
 from capture.errors import RingError, RingFormatError, RingIncompleteError
 from capture.frames import TraceWriter
 from capture.reader import Cursor, RingReader
 from capture.ring import HEADER_BYTES, MIN_CAPACITY, RingWriter
-from capture.ring_files import find_ring, opened_ring
-from capture.ring_label import unpack_label
-from capture.ring_report import inspect, summaries
+from capture.rings.attendance import Attendance
+from capture.rings.ring_files import find_ring, opened_ring
+from capture.rings.ring_label import unpack_label
+from capture.rings.ring_report import inspect, summaries
 from cli.main import app, load_commands
 from tests.capture.rings import engine, forked, kill, new_ring, write_request, write_step
 
@@ -51,7 +51,7 @@ def test_a_ring_that_is_cut_while_it_is_measured_is_an_error_and_no_crash(tmp_pa
     ring = new_ring(tmp_path)
 
     def look() -> None:
-        capture.ring_report.time.sleep = lambda _: os.truncate(ring.path, 0)
+        capture.rings.ring_report.time.sleep = lambda _: os.truncate(ring.path, 0)
         try:
             inspect(ring.path, window_s=1, last=1)
         except RingError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from capture.errors import SettingsError
-from capture.sampling import MirrorError, load_key
+from capture.mirroring.sampling import MirrorError, load_key
 from capture.settings import Settings
 
 

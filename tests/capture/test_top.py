@@ -21,11 +21,11 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from capture.attendance import Attendance, attending, remove_ring
 from capture.errors import RingError
 from capture.frames import TraceWriter
 from capture.reader import RingReader, discover
-from capture.ring_report import summaries
+from capture.rings.attendance import Attendance, attending, remove_ring
+from capture.rings.ring_report import summaries
 from capture.watch import Watch
 from cli.main import app, load_commands
 from cli.top_view import watch_view

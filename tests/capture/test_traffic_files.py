@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import zstandard
 
-import capture.traffic_store
-import capture.traffic_writer
+import capture.mirroring.traffic_store
+import capture.mirroring.traffic_writer
 from capture.mirror import Mirror, MirrorCounters
-from capture.traffic_files import numbered_lines, traffic_files
-from capture.traffic_store import TrafficStore
-from capture.traffic_writer import FilePolicy, Fsync, TrafficWriter
+from capture.mirroring.traffic_files import numbered_lines, traffic_files
+from capture.mirroring.traffic_store import TrafficStore
+from capture.mirroring.traffic_writer import FilePolicy, Fsync, TrafficWriter
 from tests.capture.test_mirror import KEY, record
 
 PLAIN = FilePolicy(compress=False)
@@ -73,7 +73,7 @@ def test_a_kill_while_compressing_neither_loses_nor_doubles(tmp_path: Path, poin
     program = f"""
 import os, signal, sys
 from pathlib import Path
-import capture.traffic_store as store
+import capture.mirroring.traffic_store as store
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 place = os if "{point}" == "fsync" else Path
@@ -98,7 +98,7 @@ def test_a_killed_server_loses_no_written_record(tmp_path: Path, fsync: Fsync) -
 import sys, time
 from pathlib import Path
 from capture.mirror import Mirror
-from capture.traffic_writer import FilePolicy
+from capture.mirroring.traffic_writer import FilePolicy
 from tests.capture.test_mirror import KEY, record
 files = FilePolicy(fsync=sys.argv[2], rotate_bytes=20_000)
 mirror = Mirror(Path(sys.argv[1]), share=1.0, key=KEY, files=files)
@@ -143,9 +143,9 @@ def test_when_lines_are_synced_is_the_policys(
             writer.append(line(number))
             writer.tick()
         before = len(synced)
-        monkeypatch.setattr(capture.traffic_writer, "CHECK_SECONDS", 0.0)
+        monkeypatch.setattr(capture.mirroring.traffic_writer, "CHECK_SECONDS", 0.0)
         writer.tick()
-        monkeypatch.setattr(capture.traffic_writer, "CHECK_SECONDS", 1.0)
+        monkeypatch.setattr(capture.mirroring.traffic_writer, "CHECK_SECONDS", 1.0)
         due = len(synced)
         writer.finish()
         counts[fsync] = (before, due - before, len(synced) - due)
@@ -156,7 +156,7 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from capture.mirror import Mirror
-from capture.traffic_writer import FilePolicy
+from capture.mirroring.traffic_writer import FilePolicy
 from tests.capture.test_mirror import KEY, record
 from tests.capture.test_traffic_files import settled
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -212,7 +212,9 @@ def test_a_directory_that_is_not_there_for_a_while_costs_what_comes_meanwhile(
 ) -> None:
     mirror = Mirror(tmp_path, share=1.0, key=KEY, files=PLAIN)
     with monkeypatch.context() as broken:
-        broken.setattr(capture.traffic_writer, "sync_directory", lambda _: os.stat("/nowhere"))
+        broken.setattr(
+            capture.mirroring.traffic_writer, "sync_directory", lambda _: os.stat("/nowhere")
+        )
         for number in range(3):
             mirror.offer(record(number))
         settled(mirror)

@@ -14,12 +14,12 @@ import duckdb
 import numpy as np
 import pytest
 
-from capture import upkeep
+from capture.collecting import upkeep
+from capture.collecting.retention import METADATA, LakeFile, Limits
+from capture.collecting.upkeep import FEW_FILES, Upkeep, delete_orphans, expire, worth_merging
 from capture.collector import Collector
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
-from capture.retention import METADATA, LakeFile, Limits
-from capture.upkeep import FEW_FILES, Upkeep, delete_orphans, expire, worth_merging
 from tests.capture.rings import new_ring, write_step
 
 ENGINE = UUID(int=3)

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.traffic import TrafficRecord
-from capture.traffic_files import numbered_lines, traffic_files
 from tests.engine.tiny_model import write_tiny_model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from capture.sampling import opening_id
+from capture.mirroring.sampling import opening_id
 from capture.traffic import TrafficRecord
 from replay.turns import earlier_turns
 from tests.capture.test_mirror import record

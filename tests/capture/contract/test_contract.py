@@ -22,8 +22,8 @@ from capture.contract.compatibility import compare
 from capture.contract.drift import Profile, compare_profiles, holm
 from capture.contract.language import language_of
 from capture.contract.schema import published_schema, read_schema, traffic_schema
+from capture.mirroring.traffic_files import TrafficFileError, numbered_lines, traffic_files
 from capture.traffic import TrafficRecord
-from capture.traffic_files import TrafficFileError, numbered_lines, traffic_files
 from cli.main import app, load_commands
 from tests.capture.test_mirror import record
 
@@ -233,7 +233,7 @@ def test_compressed_and_unfinished_files_are_read(tmp_path: Path) -> None:
 def test_of_a_line_beyond_all_measure_only_the_beginning_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("capture.traffic_files.LONGEST_LINE", 2000)
+    monkeypatch.setattr("capture.mirroring.traffic_files.LONGEST_LINE", 2000)
     path = tmp_path / "t.jsonl"
     path.write_bytes(line(1) + b"x" * 9999 + b"\n" + line(2) + b"y" * 2000 + b"\n" + b"z" * 4000)
     found = list(numbered_lines(path))

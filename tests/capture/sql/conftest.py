@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from capture.query import QueryLimits, QuerySession
+from capture.sql.query import QueryLimits, QuerySession
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import engine
 

@@ -19,7 +19,7 @@ import cli.collect
 import cli.sql  # noqa: F401  these add their commands to the app
 from capture.errors import LakeMissingError, QueryError
 from capture.lake import LakePlace, require_catalog
-from capture.query import QueryLimits, QuerySession, run_query
+from capture.sql.query import QueryLimits, QuerySession, run_query
 from cli.main import app
 from tests.capture.lakes import place_of
 from tests.capture.sql.conftest import LIMITS
@@ -35,7 +35,7 @@ def _in_the_warm_process(session: QuerySession, monkeypatch: pytest.MonkeyPatch)
         session.limits = replace(limits or LIMITS, timeout_s=10.0)
         yield session
 
-    monkeypatch.setattr("capture.query.QuerySession", taken)
+    monkeypatch.setattr("capture.sql.query.QuerySession", taken)
 
 
 def sql(home: Path, *arguments: str) -> Result:

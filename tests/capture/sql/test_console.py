@@ -31,7 +31,7 @@ from capture.console.completion import SqlCompleter, Vocabulary, read_vocabulary
 from capture.console.output import Format, write
 from capture.console.shell import Shell, is_complete, open_history
 from capture.console.watch import watch
-from capture.query import QuerySession
+from capture.sql.query import QuerySession
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from capture.console.commands import COMMANDS
-from capture.query import QuerySession
+from capture.sql.query import QuerySession
 from cli.main import app, load_commands
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -10,7 +10,7 @@ import pytest
 
 from capture.errors import QueryError
 from capture.lake import LakePlace, open_connection
-from capture.query import QuerySession
+from capture.sql.query import QuerySession
 from tests.migrations.postgres import postgres_server
 
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import cli.collect
 import cli.sql  # noqa: F401  these add their commands to the app
 from capture.errors import QueryError
-from capture.query import QueryLimits, QuerySession
-from capture.sandbox import landlock_version
-from capture.statement import check_statement, error_place
+from capture.sql.query import QueryLimits, QuerySession
+from capture.sql.sandbox import landlock_version
+from capture.sql.statement import check_statement, error_place
 from cli.main import app
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import engine
@@ -194,8 +194,8 @@ def test_without_the_first_wall_the_others_hold(home: Path) -> None:
     code = (
         "import json, sys\n"
         "from capture.lake import LakePlace\n"
-        "from capture.query_process import keep_catalog_open, sealed, shut\n"
-        "from capture.statement import check_statement\n"
+        "from capture.sql.query_process import keep_catalog_open, sealed, shut\n"
+        "from capture.sql.statement import check_statement\n"
         "place = LakePlace(*sys.argv[1:3])\n"
         "keep_catalog_open(place)\n"
         "shut(place)\n"
@@ -283,7 +283,7 @@ def test_an_interrupted_restart_is_done_by_the_next_query(
     with pytest.raises(ZeroDivisionError), session.run("FROM range(1000000000)"):
         _ = 1 / 0
     with monkeypatch.context() as patch:
-        patch.setattr("capture.query._start", interrupted)
+        patch.setattr("capture.sql.query._start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.warm()
     assert rows(session, "SELECT 1 AS a") == [{"a": 1}]

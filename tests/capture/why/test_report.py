@@ -13,11 +13,11 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from capture.attendance import Attendance
 from capture.frames import TraceWriter
 from capture.lake import open_connection
 from capture.reader import RingReader
 from capture.ring import RingWriter
+from capture.rings.attendance import Attendance
 from capture.why.lookup import (
     EVER,
     Ranking,

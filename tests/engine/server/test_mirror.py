@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.mirror import Mirror
-from capture.sampling import is_sampled, opening_id
+from capture.mirroring.sampling import is_sampled, opening_id
+from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.traffic import TrafficRecord
-from capture.traffic_files import numbered_lines, traffic_files
 from engine.protocol import ChatBody, parse_body
 from tests.engine.live_server import CHAT, TEXT, LiveServer, body, chat, live_server
 

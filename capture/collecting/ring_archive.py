@@ -1,7 +1,7 @@
 """Rings of crashed engines, kept compressed for whoever looks into the crash: the newest few.
 
 `<directory>/<engine id>.ring.zst`; `zstd -d` gives back the ring that `inferloop ring inspect`
-reads. Not for the crash report: that is `capture.crash`.
+reads. Not for the crash report: that is `capture.collecting.crash`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import os
 from pathlib import Path
 
-from capture.attendance import remove_ring
-from capture.ring_files import ARCHIVE_SUFFIX
+from capture.rings.attendance import remove_ring
+from capture.rings.ring_files import ARCHIVE_SUFFIX
 
 log = logging.getLogger("inferloop.collector")
 

@@ -1,7 +1,7 @@
 """Retention: drops the lake's oldest rows by age and under a hard limit of bytes.
 
 Rows go in bites small enough that no ring fills up meanwhile; what went is counted in `losses`.
-Not for merging files nor for deleting those that nothing needs any more: that is `capture.upkeep`.
+Not for merging files nor for deleting those that nothing needs any more: that is `upkeep`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Telephone, card and account numbers: how they are written, and the checks that tell them apart.
 
-Not for replacing them in texts: that is `capture.redaction`.
+Not for replacing them in texts: that is `capture.mirroring.redaction`.
 """
 
 from __future__ import annotations

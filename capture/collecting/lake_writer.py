@@ -15,6 +15,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from capture.collecting.follower import Follower, Status
+from capture.collecting.insert import insert_rows
+from capture.collecting.lake_check import Belongings, CatalogGoneError, check_files
 from capture.errors import (
     CollectorError,
     LakeError,
@@ -22,10 +25,7 @@ from capture.errors import (
     LakeVersionError,
     first_line,
 )
-from capture.follower import Follower, Status
-from capture.insert import insert_rows
 from capture.lake import LakePlace, open_connection
-from capture.lake_check import Belongings, CatalogGoneError, check_files
 from capture.reader import Cursor, RingReader
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from capture.errors import RingError, RingSpaceError
-from capture.liveness import is_locked
+from capture.rings.liveness import is_locked
 
 MODE = 0o640  # shared memory is everybody's, and tokens tell what was answered
 

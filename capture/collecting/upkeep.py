@@ -1,7 +1,7 @@
 """Keeping the lake's files few and its disk free: merges, forgets, deletes, within the limits.
 
 Runs in the collector while it has nothing to do, in pieces small enough that no ring fills up.
-Which rows have to go is decided in `capture.retention`.
+Which rows have to go is decided in `capture.collecting.retention`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from capture.collecting.retention import METADATA, LakeFile, Limits, Retention, disk_use, lake_files
 from capture.errors import first_line
 from capture.lake import NAME, LakePlace
-from capture.retention import METADATA, LakeFile, Limits, Retention, disk_use, lake_files
 
 if TYPE_CHECKING:
     import duckdb

@@ -10,8 +10,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from capture.collecting.follower import Follower, Status
 from capture.errors import first_line
-from capture.follower import Follower, Status
 from capture.rollup import ALL_STEPS, roll_up
 
 if TYPE_CHECKING:

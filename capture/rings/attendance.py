@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from capture.liveness import ProcessIdentity, boot_id, pid_namespace
 from capture.reader import Cursor
+from capture.rings.liveness import ProcessIdentity, boot_id, pid_namespace
 
 log = logging.getLogger("inferloop.attendance")
 

@@ -1,7 +1,7 @@
 """Following one ring for the collector: reads it, keeps its rows, notices its engine's end.
 
 Not for the lake: what is read here waits in `rows` until `capture.collector` commits it. Which
-rings are followed is decided in `capture.roster`.
+rings are followed is decided in `capture.collecting.roster`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from capture.attendance import Attendance
-from capture.ingest import RingRows
+from capture.collecting.ingest import RingRows
 from capture.reader import RingReader
+from capture.rings.attendance import Attendance
 
 LIVENESS_S = 0.5
 ATTENDANCE = "collector"

@@ -1,7 +1,7 @@
 """A user's SQL, read-only by construction: its own process, which this module starts and watches.
 
-The process (`capture.query_process`) attaches the lake READ_ONLY, shuts itself in, and only then
-looks at a query. Here: one statement at a time, time limit, result as Arrow; a session keeps the
+The process (`query_process`) attaches the lake READ_ONLY, shuts itself in, and only then looks at a
+query. Here: one statement at a time, time limit, result as Arrow; a session keeps the
 process for the next query. Not for our own queries: those use `capture.lake.open_connection`.
 """
 
@@ -238,7 +238,7 @@ def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:
         environment["PGPASSWORD"] = place.password  # SQL can see the URL, and no environment
     process = subprocess.Popen(
         # -P: not what lies in the working directory under the same name
-        [sys.executable, "-P", "-m", "capture.query_process"],
+        [sys.executable, "-P", "-m", "capture.sql.query_process"],
         process_group=0,  # Ctrl-C is for whoever starts it, also while it imports
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

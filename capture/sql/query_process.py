@@ -1,4 +1,4 @@
-"""The process that runs a user's queries: started by `capture.query`, never imported by others.
+"""The process that runs a user's queries: started by `capture.sql.query`, never imported by others.
 
 Reads JSON lines from stdin: first where the lake is, then a query each. Answers on stdout: a JSON
 line, for a result followed by an Arrow stream and a JSON line that says how it ended. Closed
@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from capture.errors import CaptureError, QueryError
 from capture.lake import LakePlace, attach, check_version, connect, escaped
-from capture.sandbox import confine, limit_cpu, limit_files_and_memory
-from capture.statement import check_statement, query_error
+from capture.sql.sandbox import confine, limit_cpu, limit_files_and_memory
+from capture.sql.statement import check_statement, query_error
 
 if TYPE_CHECKING:
     import duckdb
@@ -118,7 +118,7 @@ def sealed(place: LakePlace, memory_mib: int, threads: int) -> duckdb.DuckDBPyCo
 
 
 def shut(place: LakePlace) -> None:
-    """Let the kernel refuse all but reading the lake, where it can: see `capture.sandbox`."""
+    """Let the kernel refuse all but reading the lake, where it can: see `capture.sql.sandbox`."""
     if place.catalog_file is None:
         port: int | None = urlsplit(place.catalog).port or POSTGRES_PORT
         home = Path(os.path.expanduser("~"))  # without one it stays as it is

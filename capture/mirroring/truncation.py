@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from capture.personal_numbers import NUMBER_SEPARATORS
+from capture.mirroring.personal_numbers import NUMBER_SEPARATORS
 
 REQUEST_TEXTS = ("messages", "prompt", "rendered_prompt")
 CUT_TAIL_CHARS = 512

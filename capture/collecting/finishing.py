@@ -1,7 +1,7 @@
 """The end of an engine: its crash report, its last rows, and what becomes of its ring.
 
 None of it may keep rows from the lake: what fails here is said in the log. Not for noticing the
-end: that is `capture.follower`.
+end: that is `capture.collecting.follower`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.crash import crash_report, write_report
+from capture.collecting.crash import crash_report, write_report
+from capture.collecting.ring_archive import is_archived, retire_ring
 from capture.reader import RingReader
-from capture.ring_archive import is_archived, retire_ring
 
 if TYPE_CHECKING:
     import duckdb

@@ -25,9 +25,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from capture.mirror import QUEUE_BYTES, Mirror, MirrorCounters
-from capture.sampling import MirrorError, is_sampled, load_key, opening_id
+from capture.mirroring.sampling import MirrorError, is_sampled, load_key, opening_id
+from capture.mirroring.truncation import approximate_bytes
 from capture.settings import Settings
-from capture.truncation import approximate_bytes
 
 START_S = 30.0
 CLOSE_S = 15.0
@@ -219,7 +219,7 @@ def _start(share: float) -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
-        module = "capture.mirror_process"
+        module = "capture.mirroring.mirror_process"
         command = [sys.executable, "-P", "-m", module, str(number), repr(share)]
         process = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
     connection = Connection(ours.detach())

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from capture.attendance import KnownReader, attending
 from capture.decode import EngineFrame, decode
 from capture.errors import FrameError, RingError
-from capture.frame_text import FrameLine, frame_line, frame_name
 from capture.frames import FrameType
 from capture.reader import FrameBatch, RingReader
 from capture.ring import FORMAT_VERSION, RingHeader
-from capture.ring_files import ARCHIVE_SUFFIX, opened_ring, ring_files
+from capture.rings.attendance import KnownReader, attending
+from capture.rings.frame_text import FrameLine, frame_line, frame_name
+from capture.rings.ring_files import ARCHIVE_SUFFIX, opened_ring, ring_files
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Judged on DuckDB's own parse tree, so that quoting, comments and nesting hide nothing, and by what
 is allowed, so that a function nobody thought of is refused. The first of three walls: the second
-are DuckDB's settings (`capture.query_process`), the third the kernel's rules (`capture.sandbox`).
+are DuckDB's settings (`query_process`), the third the kernel's rules (`sandbox`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writing rows of several rings to the lake: one INSERT, and so one file, for each table.
 
-Inside the caller's transaction. Not for gathering the rows: that is `capture.ingest`.
+Inside the caller's transaction. Not for gathering the rows: that is `capture.collecting.ingest`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from capture.ingest import Columns, RingRows
-from capture.row_types import SQL_TABLES
+from capture.collecting.ingest import Columns, RingRows
+from capture.collecting.row_types import SQL_TABLES
 from capture.schema import Column
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What the operating system forbids a process that runs other people's SQL: Landlock and rlimits.
 
 The rules hold for the calling thread and all it starts later, and nothing lifts them again: so
-they are set before DuckDB starts its threads. Not for judging SQL: that is `capture.statement`.
+they are set before DuckDB starts its threads. Not for judging SQL: that is `capture.sql.statement`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def limit_cpu(seconds: int) -> None:
 
 def _python() -> list[Path]:
     """Where modules are imported from, without the working directory."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     imported = {path for path in sys.path if Path(path).is_absolute()} - {os.getcwd()}
     places = {sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), *imported}
     return [here, Path(site.getusersitepackages()), *map(Path, places)]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
+from capture.collecting.follower import Status
 from capture.errors import CollectorError
-from capture.follower import Status
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

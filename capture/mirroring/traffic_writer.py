@@ -2,7 +2,7 @@
 
 `traffic-<UTC start>-<pid>.jsonl.part` while it is written, locked by its writer; `.jsonl` by an
 atomic rename once it is large or old enough. Not for what becomes of it then
-(`capture.traffic_store`), nor for what a line says (`capture.mirror`).
+(`capture.mirroring.traffic_store`), nor for what a line says (`capture.mirror`).
 """
 
 from __future__ import annotations

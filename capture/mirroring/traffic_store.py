@@ -2,8 +2,8 @@
 
 Several processes may keep one directory: whoever works on a file holds its lock. A kill at any
 point loses no record: a compressed file takes its name when it is complete and on the disk, and
-only then its original goes; readers take one of the two (`capture.traffic_files`). Not for the
-file being written (`capture.traffic_writer`).
+only then its original goes; readers take one of the two (`traffic_files`). Not for the file being
+written (`traffic_writer`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from capture.traffic_writer import FilePolicy, finish_file, sync_directory
+from capture.mirroring.traffic_writer import FilePolicy, finish_file, sync_directory
 
 RETRY_SECONDS = 60.0
 """After this long what could not be done (disk full) is tried again."""

@@ -1,6 +1,6 @@
 """From frames to rows: gathers a ring's decoded columns in the shape of the lake's tables.
 
-Not for writing them: that is `capture.insert`. Timestamps are made here, from the
+Not for writing them: that is `capture.collecting.insert`. Timestamps are made here, from the
 ring's clock anchors; a clock step after the engine's start cannot make a latency negative.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from capture.collecting.row_types import arrow_table, check_row
 from capture.decode import (
     EngineFrame,
     EventFrame,
@@ -34,10 +35,9 @@ from capture.decode import (
 )
 from capture.errors import FrameError
 from capture.frames import FrameType, Phase
-from capture.liveness import boot_id
 from capture.reader import Cursor, FrameBatch, Gap
 from capture.ring import RingHeader
-from capture.row_types import arrow_table, check_row
+from capture.rings.liveness import boot_id
 
 Columns = dict[str, npt.NDArray[Any]]
 LOGPROB_BITS, MARGIN_BITS, DURATION_BITS = 10, 8, 3

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from capture.personal_numbers import (
+from capture.mirroring.personal_numbers import (
     DIGITS,
     LINE_BREAK,
     NUMBER_SEPARATORS,

@@ -1,7 +1,7 @@
 """What an engine was doing when it died: from the end of its ring and, drained, from the lake.
 
 A JSON file under the home directory, for people and for tickets. All its times are ISO 8601, UTC,
-microseconds. Not for detecting the death nor for keeping the ring: that is `capture.finishing`.
+microseconds. Not for detecting the death nor for keeping the ring: that is `finishing`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which rings of a directory are followed, and in which order they are read.
 
 Living engines overwrite what is not read in time, so they are all followed and come first; rings
-of engines that are gone can wait, a few are open at a time. Not for reading: `capture.follower`.
+of engines that are gone can wait, a few are open at a time. Not for reading: `follower`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from capture.collecting.follower import Follower
 from capture.errors import RingError, RingFormatError, RingIncompleteError
-from capture.follower import Follower
 from capture.reader import RingReader, discover
 
 log = logging.getLogger("inferloop.collector")
