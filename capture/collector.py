@@ -66,7 +66,7 @@ class Collector:
         self._lake = LakeWriter(place, self.status, stop, self._on_status)
         self._finisher = Finisher(crash_dir)
         self._upkeep = Upkeep(place, limits or Limits())
-        self._rollup = RollupSchedule(self.status)
+        self._rollup = RollupSchedule(self.status, shared=place.catalog_file is None)
         self._committed_s = time.monotonic()
         self._discovered_s = self._finished_s = self._warned_s = float("-inf")
         self._stale_again_s = 0.0

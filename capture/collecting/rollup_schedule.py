@@ -23,9 +23,14 @@ ROLLUP_S = 60.0
 ROLLUP_TOKENS = 2_000_000
 RETRY_S = 10.0
 
+OTHERS_S = 600.0
+"""Other collectors of a shared lake roll up the ends of their engines themselves, long before this:
+two at once would count an end twice."""
+
 # Engines whose end came while the rollup failed, or before there was one.
 _UNROLLED = f"""
-SELECT engine_id::VARCHAR FROM ingest_cursor WHERE finished
+SELECT engine_id::VARCHAR FROM ingest_cursor
+WHERE finished AND committed_at <= now()::TIMESTAMP - to_microseconds(($age_s * 1e6)::BIGINT)
 EXCEPT SELECT engine_id::VARCHAR FROM rollup_marks WHERE step_id = {ALL_STEPS}
 """
 
@@ -33,15 +38,17 @@ EXCEPT SELECT engine_id::VARCHAR FROM rollup_marks WHERE step_id = {ALL_STEPS}
 class RollupSchedule:
     """Rolls up one engine at each call: those that run now and then, those that ended once."""
 
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: Status, *, shared: bool) -> None:
+        """`shared`: other collectors may write to the lake, too."""
         self._status = status
-        self._ended: list[str] | None = None
+        self._age_s = OTHERS_S if shared else 0.0
+        self._ended: list[str] = []
+        self._looked_back = False
         self._not_before_s = 0.0
 
     def ended(self, follower: Follower) -> None:
         """An engine's last rows are in the lake."""
-        if self._ended is not None:
-            self._ended.append(follower.rows.engine_id)
+        self._ended.append(follower.rows.engine_id)
 
     def run_if_due(self, connection: duckdb.DuckDBPyConnection, followers: list[Follower]) -> bool:
         """Roll up one engine that is due; whether there was one."""
@@ -51,8 +58,10 @@ class RollupSchedule:
         import duckdb
 
         try:
-            if self._ended is None:
-                self._ended = [row[0] for row in connection.execute(_UNROLLED).fetchall()]
+            if not self._looked_back:
+                found = connection.execute(_UNROLLED, {"age_s": self._age_s}).fetchall()
+                self._ended += [engine_id for (engine_id,) in found]
+                self._looked_back = True
             if self._ended:
                 self._status.rolled_tokens += roll_up(connection, self._ended[-1], ALL_STEPS)
                 self._ended.pop()
