@@ -14,6 +14,8 @@ from uuid import UUID
 import duckdb
 import pytest
 
+from capture.collecting.follower import Status
+from capture.collecting.rollup_schedule import RollupSchedule
 from capture.collector import Collector
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
@@ -195,3 +197,26 @@ def test_killed_at_any_moment_it_counts_each_token_once(
     with open_connection(place, read_only=False) as last:
         roll_up(last, ENGINE, ALL_STEPS)
         check_exact(last)
+
+
+def end_engine(lake: duckdb.DuckDBPyConnection, engine: UUID, seconds_ago: int) -> None:
+    lake.execute(
+        "INSERT INTO ingest_cursor SELECT ?::UUID, 1, 9, 9, 9, 0, 0, 0, 0, true, "
+        "now()::TIMESTAMP - to_seconds(?)",
+        [str(engine), seconds_ago],
+    )
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(False, 380), (True, 190)])
+def test_the_fresh_end_of_another_collectors_engine_is_left_to_it(
+    lake: duckdb.DuckDBPyConnection, shared: bool, expected: int
+) -> None:
+    """Two that roll up one end at the same time would count it twice."""
+    for engine, seconds_ago in ((ENGINE, 1), (OTHER, 3600)):
+        add_requests(lake, engine, 10)
+        add_steps(lake, engine, range(20), range(10))
+        end_engine(lake, engine, seconds_ago)
+    schedule = RollupSchedule(Status(), shared=shared)
+    while schedule.run_if_due(lake, []):
+        pass
+    assert rolled(lake) == expected
