@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,14 +39,12 @@ from capture.ring import FRAME_HEADER_BYTES
 Column: TypeAlias = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class EngineFrame:
+class EngineFrame(NamedTuple):
     time_ns: int
     info: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RequestFrame:
+class RequestFrame(NamedTuple):
     time_ns: int
     request_id: str  # 32 hex digits
     slot: int
@@ -61,8 +59,7 @@ class RequestFrame:
     class_key: str
 
 
-@dataclass(frozen=True)
-class StepFrame:
+class StepFrame(NamedTuple):
     """`step`: the fields of STEP_DTYPE; `rows`: one column per name of ROW_COLUMNS."""
 
     time_ns: int
@@ -70,8 +67,7 @@ class StepFrame:
     rows: dict[str, Column]
 
 
-@dataclass(frozen=True)
-class FinishFrame:
+class FinishFrame(NamedTuple):
     """Times in ns; 0 = never happened."""
 
     time_ns: int
@@ -86,8 +82,7 @@ class FinishFrame:
     flushed_ns: int
 
 
-@dataclass(frozen=True)
-class EventFrame:
+class EventFrame(NamedTuple):
     time_ns: int
     kind: str
     request_id: str | None
@@ -96,8 +91,7 @@ class EventFrame:
     duration_ns: int | None = None
 
 
-@dataclass(frozen=True)
-class KernelFrame:
+class KernelFrame(NamedTuple):
     """Columns of equal length; `kernel` indexes `names`."""
 
     time_ns: int
@@ -109,8 +103,7 @@ class KernelFrame:
     duration_us: Column
 
 
-@dataclass(frozen=True)
-class GpuFrame:
+class GpuFrame(NamedTuple):
     """NaN: not available, `unavailable` says why."""
 
     time_ns: int
@@ -127,8 +120,7 @@ class GpuFrame:
     unavailable: str
 
 
-@dataclass(frozen=True)
-class MemoryFrame:
+class MemoryFrame(NamedTuple):
     """`index` -1: host memory only. NaN: not available, `unavailable` says why."""
 
     time_ns: int
@@ -142,8 +134,7 @@ class MemoryFrame:
     unavailable: str
 
 
-@dataclass(frozen=True)
-class MarkFrame:
+class MarkFrame(NamedTuple):
     time_ns: int
     text: str
 
@@ -167,23 +158,22 @@ def decode(batch: FrameBatch, index: int) -> Frame:
     Raises FrameError for an unknown type, a newer schema version, or a payload whose size does
     not fit its counts.
     """
-    header = batch.headers[index]
-    kind, schema, records = int(header["type"]), int(header["schema"]), int(header["records"])
+    _, sequence, _, time_ns, _, _, records, _, kind, schema, _, _ = batch.headers[index].item()
     if kind not in _DECODERS:
-        raise FrameError(f"frame {header['sequence']} has the unknown type {kind}")
+        raise FrameError(f"frame {sequence} has the unknown type {kind}")
     if not 1 <= schema <= SCHEMA_VERSION:
         raise FrameError(
-            f"frame {header['sequence']} has payload schema {schema}, this version reads up to "
+            f"frame {sequence} has payload schema {schema}, this version reads up to "
             f"{SCHEMA_VERSION}: run the collector of the engine's version"
         )
     payload = batch.payload(index)
     try:
         decoder = _event_1 if (kind, schema) == (FrameType.EVENT, 1) else _DECODERS[kind]
-        return decoder(int(header["time_ns"]), payload, records)
+        return decoder(time_ns, payload, records)
     except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         name = FrameType(kind).name
         raise FrameError(
-            f"{name} frame {header['sequence']} of {len(payload)} bytes with {records} records "
+            f"{name} frame {sequence} of {len(payload)} bytes with {records} records "
             f"does not decode: {error}"
         ) from error
 
@@ -323,17 +313,13 @@ def _kernel(time_ns: int, payload: memoryview, records: int) -> KernelFrame:
 def _gpu(time_ns: int, payload: memoryview, _: int) -> GpuFrame:
     index, size, _reserved, *values = GPU.unpack_from(payload)
     _exact(payload, GPU.size + size)
-    names = [field.name for field in fields(GpuFrame)][2:-1]
-    reason = _text(payload, GPU.size, size)
-    return GpuFrame(time_ns, index, **dict(zip(names, values, strict=True)), unavailable=reason)
+    return GpuFrame._make((time_ns, index, *values, _text(payload, GPU.size, size)))
 
 
 def _memory(time_ns: int, payload: memoryview, _: int) -> MemoryFrame:
     index, size, _reserved, *values = MEMORY.unpack_from(payload)
     _exact(payload, MEMORY.size + size)
-    names = [field.name for field in fields(MemoryFrame)][2:-1]
-    reason = _text(payload, MEMORY.size, size)
-    return MemoryFrame(time_ns, index, **dict(zip(names, values, strict=True)), unavailable=reason)
+    return MemoryFrame._make((time_ns, index, *values, _text(payload, MEMORY.size, size)))
 
 
 def _mark(time_ns: int, payload: memoryview, _: int) -> MarkFrame:

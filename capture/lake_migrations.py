@@ -22,8 +22,13 @@ log = logging.getLogger("inferloop.lake")
 
 ATTEMPTS = 8
 FIRST_WAIT_S = 0.05
-OPTIONS = {"parquet_compression": "zstd", "parquet_row_group_size": "1000000"}
-"""Options of the lake itself, kept in its catalog. Large row groups save a byte a token."""
+OPTIONS = {
+    "parquet_compression": "zstd",
+    "parquet_compression_level": "1",
+    "parquet_row_group_size": "1000000",
+}
+"""Options of the lake itself, kept in its catalog. Large row groups save a byte a token; zstd's
+default level saves 2 % more than level 1 for a third of an insert's time."""
 
 _COMMENTS = """
 SELECT table_name, NULL, comment FROM duckdb_tables() WHERE database_name = 'lake'

@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections import deque
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +158,7 @@ def _described(header: RingHeader, batch: FrameBatch, index: int) -> dict[str, A
         return {**common, **_fields(header, frame.step), "rows": int(head["records"])}
     if isinstance(frame, KernelFrame):
         return {**common, "step_id": frame.step_id, "rows": int(head["records"])}
-    return {**common, **_fields(header, asdict(frame))}
+    return {**common, **_fields(header, frame._asdict())}
 
 
 def _fields(header: RingHeader, values: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Not for decoding: that is `capture.decode`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ def frame_line(header: RingHeader, batch: FrameBatch, index: int) -> FrameLine:
     kind, time_ns = int(head["type"]), int(head["time_ns"])
     try:
         frame = decode(batch, index)
-        text, fields = describe(frame), _plain(asdict(frame))
+        text, fields = describe(frame), _plain(frame._asdict())
     except FrameError as error:
         text, fields = f"cannot be decoded: {error}", {}
     return FrameLine(
