@@ -107,7 +107,7 @@ class GpuFrame(NamedTuple):
     """NaN: not available, `unavailable` says why."""
 
     time_ns: int
-    index: int
+    device: int
     utilization_pct: float
     sm_pct: float
     memory_bandwidth_pct: float
@@ -121,10 +121,10 @@ class GpuFrame(NamedTuple):
 
 
 class MemoryFrame(NamedTuple):
-    """`index` -1: host memory only. NaN: not available, `unavailable` says why."""
+    """`device` -1: host memory only. NaN: not available, `unavailable` says why."""
 
     time_ns: int
-    index: int
+    device: int
     rss_bytes: float
     reserved_bytes: float
     allocated_bytes: float

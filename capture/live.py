@@ -294,9 +294,9 @@ class LiveEngine:
                 text = f"mark: {frame.text}"
                 self._add_event(f"{text} at {frame.time_ns}", frame.time_ns, text)
             case GpuFrame():
-                self._devices[frame.index] = frame
+                self._devices[frame.device] = frame
             case MemoryFrame():
-                self._memory[frame.index] = frame
+                self._memory[frame.device] = frame
 
     def _add_event(self, key: str, time_ns: int, text: str) -> None:
         """Events of one kind share a line: a hundred pauses must not hide the one mark."""

@@ -309,7 +309,7 @@ class RingRows:
         self.add_row(
             "gpu_samples",
             self.wall_us(frame.time_ns),
-            frame.index,
+            frame.device,
             frame.utilization_pct,
             frame.sm_pct,
             frame.memory_bandwidth_pct,
@@ -326,7 +326,7 @@ class RingRows:
         self.add_row(
             "memory_samples",
             self.wall_us(frame.time_ns),
-            frame.index,
+            frame.device,
             _as_bytes(frame.rss_bytes),
             _as_bytes(frame.reserved_bytes),
             _as_bytes(frame.allocated_bytes),

@@ -95,7 +95,7 @@ def describe(frame: Frame) -> str:
             count = len(frame.kernel)
             return f"step {frame.step_id}: {count} kernel runs, {spent_us:,.0f} us on the device"
         case GpuFrame():
-            return f"device {frame.index}: {gpu_text(frame)}"
+            return f"device {frame.device}: {gpu_text(frame)}"
         case MemoryFrame():
             return memory_text(frame)
         case MarkFrame():

@@ -94,7 +94,7 @@ def test_all_nine_types_come_back(ring: RingWriter) -> None:
     assert (gpu.utilization_pct, gpu.unavailable) == (50.0, "MIG")
     assert math.isnan(gpu.age_ms)
     assert isinstance(memory, MemoryFrame)
-    assert (memory.index, memory.rss_bytes, memory.unavailable) == (-1, 7.0, "no CUDA")
+    assert (memory.device, memory.rss_bytes, memory.unavailable) == (-1, 7.0, "no CUDA")
     assert isinstance(mark, MarkFrame)
     assert mark.text == "deploy 7"
 

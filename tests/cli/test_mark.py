@@ -51,7 +51,7 @@ def test_a_mark_reaches_the_ring_beside_the_telemetry(tmp_path: Path, model: Pat
         metrics = httpx.get(f"{url}/metrics", trust_env=False).text
     assert [frame.text for frame in frames if isinstance(frame, MarkFrame)] == ["deploy 7"] * 2
     memory = next(frame for frame in frames if isinstance(frame, MemoryFrame))
-    assert (memory.index, memory.unavailable) == (-1, "no CUDA device is in use by this process")
+    assert (memory.device, memory.unavailable) == (-1, "no CUDA device is in use by this process")
     assert memory.rss_bytes > 1e7
     assert "inferloop:memory_rss_bytes{" in metrics
     assert "inferloop:gpu_info{" in metrics

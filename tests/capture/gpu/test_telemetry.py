@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -24,8 +25,11 @@ from capture.gpu.telemetry import CALM_S, Telemetry, ThrottleWatch
 from capture.reader import RingReader
 from capture.ring import RingWriter
 from tests.capture.gpu.nvml_world import NvmlWorld
+from tests.waiting import PATIENCE_S, until
 
 PERIOD_S = 0.05
+FOR_EVER_S = 600.0
+"""Longer than any test: what waits for it has failed."""
 
 
 class Memory(NamedTuple):
@@ -57,15 +61,30 @@ class Traced:
     def events(self) -> list[tuple[str, str]]:
         return [(event.kind, event.detail) for event in self.of(EventFrame)]
 
-    def wait(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
-        deadline = time.monotonic() + seconds
+    def wait(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, (self.telemetry.gpus, self.frames[-3:])
             time.sleep(0.02)
 
+    def gpu(self, condition: Callable[[GpuFrame], object]) -> GpuFrame:
+        """The first GPU frame that is as wanted, once it is there."""
+        self.wait(lambda: any(condition(frame) for frame in self.of(GpuFrame)))
+        return next(frame for frame in self.of(GpuFrame) if condition(frame))
+
+    def event(self, kind: str, text: str) -> None:
+        """Wait for an event of this kind with this in its detail."""
+        self.wait(lambda: any(k == kind and text in detail for k, detail in self.events()))
+
 
 @pytest.fixture
-def traced(tmp_path: Path, world: NvmlWorld) -> Iterator[Callable[..., Traced]]:
+def traced(
+    tmp_path: Path, world: NvmlWorld, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Traced]]:
+    """Starts telemetry. Nothing counts as slow or hanging unless a test says after how long: on a
+    busy machine everything is at times."""
+    for limit in ("SLOW_CALL_S", "HANG_S", "FORGET_S"):
+        monkeypatch.setattr(monitor, limit, FOR_EVER_S)
     started: list[tuple[Traced, RingWriter]] = []
 
     def start(devices: str | None = None) -> Traced:
@@ -82,88 +101,102 @@ def traced(tmp_path: Path, world: NvmlWorld) -> Iterator[Callable[..., Traced]]:
         ring.close()
 
 
-def test_figures_reach_the_ring_once_a_period(
-    traced: Callable[..., Traced], world: NvmlWorld
-) -> None:
+def test_figures_reach_the_ring(traced: Callable[..., Traced], world: NvmlWorld) -> None:
     world.device(utilization=37, temperature=61)
+    began = time.monotonic()
     trace = traced()
-    trace.wait(lambda: len(trace.of(GpuFrame)) >= 5)
-    frame = trace.of(GpuFrame)[-1]
-    assert (frame.index, frame.utilization_pct, frame.temperature_c) == (0, 37, 61)
+    frame = trace.gpu(lambda frame: not math.isnan(frame.sm_pct))  # from the second round on
+    assert (frame.device, frame.utilization_pct, frame.temperature_c) == (0, 37, 61)
     assert frame.sm_pct == 0.0
-    assert math.isnan(frame.power_w)
-    assert frame.unavailable == "power_w: the first figure comes after 5 s"
-    assert 0 <= frame.age_ms < 1000
+    assert 0 <= frame.age_ms < (time.monotonic() - began) * 1000
     assert trace.events() == [("gpu_attached", "device 0: Stand-in H200, GPU-aaaa, index 0")]
     assert trace.of(MemoryFrame)[0].rss_bytes == 123.0
     assert trace.of(MemoryFrame)[0].unavailable == "no CUDA device"
 
 
+def test_every_figure_is_there_or_the_frame_says_why_not(
+    traced: Callable[..., Traced], world: NvmlWorld
+) -> None:
+    for function in ("TotalEnergyConsumption", "FieldValues"):
+        world.fail(f"nvmlDeviceGet{function}", 4)
+    frame = traced().gpu(lambda frame: not math.isnan(frame.sm_pct))
+    assert math.isnan(frame.power_w)
+    assert frame.unavailable == "power_w: Insufficient Permissions"
+
+
 def test_a_call_that_hangs_ages_the_figures_and_delays_nobody(
     traced: Callable[..., Traced], world: NvmlWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "SLOW_CALL_S", 0.3)
     world.device(utilization=37)
     trace = traced()
     trace.wait(lambda: trace.of(GpuFrame))
-    world.hang("nvmlDeviceGetTemperature", 10.0)
-    trace.wait(lambda: trace.of(GpuFrame)[-1].age_ms > 800)
-    began = time.monotonic()
-    frame = trace.of(GpuFrame)[-1]
+    world.hang("nvmlDeviceGetTemperature", FOR_EVER_S)
+    monkeypatch.setattr(monitor, "SLOW_CALL_S", 0.3)
+    why = "nvmlDeviceGetTemperature has not answered for more than 0.3 s"
+    frame = trace.gpu(lambda frame: frame.unavailable.startswith(why))
     assert frame.utilization_pct == 37, "the last good value stays"
-    assert frame.unavailable.startswith("nvmlDeviceGetTemperature has not answered for")
+    assert frame.age_ms > 300
     assert trace.events()[-1][0] == "gpu_unavailable"
     memory = len(trace.of(MemoryFrame))
-    trace.wait(lambda: len(trace.of(MemoryFrame)) > memory + 3, seconds=2)
+    trace.wait(lambda: len(trace.of(MemoryFrame)) > memory + 3)
+    trace.gpu(lambda later: later.age_ms > frame.age_ms)
+    began = time.monotonic()
     trace.telemetry.close()
-    assert time.monotonic() - began < 3, "closing does not wait for the call"
+    assert time.monotonic() - began < FOR_EVER_S / 10, "closing does not wait for the call"
 
 
 def test_a_process_that_hangs_for_long_is_killed_and_started_anew(
     traced: Callable[..., Traced], world: NvmlWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world.hang("nvmlInit", FOR_EVER_S)
+    trace = traced()
     monkeypatch.setattr(monitor, "HANG_S", 0.5)
     monkeypatch.setattr(monitor, "RESTART_S", (0.1,))
-    world.hang("nvmlInit", 600.0)
-    trace = traced()
-    trace.wait(lambda: "nvmlInit has not answered" in trace.telemetry.gpus.unavailable)
+    trace.wait(lambda: trace.monitor.pid)
     first = trace.monitor.pid
+    trace.event("gpu_unavailable", "nvmlInit has not answered")
     trace.wait(lambda: trace.monitor.pid != first)
     world.hang("nvmlInit", 0.0)
-    trace.wait(lambda: trace.of(GpuFrame) and trace.telemetry.gpus.unavailable == "")
-    trace.wait(lambda: ("gpu_available", "figures of 1 device again") in trace.events())
+    trace.event("gpu_available", "figures of 1 device again")
 
 
 def test_a_killed_process_is_replaced(
     traced: Callable[..., Traced], world: NvmlWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "RESTART_S", (0.1,))
     trace = traced()
+    monkeypatch.setattr(monitor, "RESTART_S", (0.1,))
     trace.wait(lambda: trace.of(GpuFrame))
-    pid = trace.monitor.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    trace.wait(lambda: trace.monitor.pid != pid)
-    trace.wait(lambda: not trace.telemetry.gpus.unavailable)
-    assert any("ended with status -9" in detail for _, detail in trace.events())
+    first = trace.monitor.pid
+    assert first is not None
+    world.hang("nvmlInit", FOR_EVER_S)  # the next one gives no figures until it is seen
+    os.kill(first, signal.SIGKILL)
+    trace.event("gpu_unavailable", "ended with status -9")
+    trace.wait(lambda: trace.monitor.pid != first)
+    second = trace.monitor.pid
+    assert second is not None
+    world.hang("nvmlInit", 0.0)
+    os.kill(second, signal.SIGKILL)
+    trace.event("gpu_available", "figures of 1 device again")
 
 
 def test_a_process_that_is_stopped_ages_the_figures_and_can_be_closed(
     traced: Callable[..., Traced], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "SLOW_CALL_S", 0.3)
     trace = traced()
     trace.wait(lambda: trace.of(GpuFrame))
-    assert trace.monitor.pid is not None
-    os.kill(trace.monitor.pid, signal.SIGSTOP)
-    trace.wait(lambda: trace.of(GpuFrame)[-1].age_ms > 500)
-    assert "silent" in trace.of(GpuFrame)[-1].unavailable
-    os.kill(trace.monitor.pid, signal.SIGCONT)
-    trace.wait(lambda: trace.of(GpuFrame)[-1].age_ms < 300)
-    os.kill(trace.monitor.pid, signal.SIGSTOP)
-    began = time.monotonic()
+    pid = trace.monitor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(monitor, "SLOW_CALL_S", 0.3)
+    # its last report may be of a moment in which a call was under way
+    said = ("the process for NVML is there, but silent", "has not answered for more than 0.3 s")
+    silent = trace.gpu(lambda frame: any(text in frame.unavailable for text in said))
+    assert silent.age_ms > 300
+    os.kill(pid, signal.SIGCONT)
+    trace.wait(lambda: trace.of(GpuFrame)[-1].age_ms < silent.age_ms)
+    os.kill(pid, signal.SIGSTOP)
     trace.telemetry.close()
-    assert time.monotonic() - began < 3
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the stopped process")
 
 
 def test_a_lost_device_is_said_and_its_old_figures_go(
@@ -176,13 +209,11 @@ def test_a_lost_device_is_said_and_its_old_figures_go(
                      "CurrentClocksThrottleReasons"):  # fmt: skip
         world.fail(f"nvmlDeviceGet{function}", 15)
     world.fail("nvmlGpmSampleGet", 15)
-    trace.wait(  # a round that was under way while the functions failed one by one shows some figures
-        lambda: all(
-            math.isnan(getattr(trace.of(GpuFrame)[-1], name)) for name in monitor.FRAME_FIGURES
-        )
+    frame = trace.gpu(  # a round that was under way while they failed one by one shows some figures
+        lambda frame: all(math.isnan(getattr(frame, name)) for name in monitor.FRAME_FIGURES)
     )
-    assert "GPU is lost" in trace.of(GpuFrame)[-1].unavailable
-    trace.wait(lambda: ("gpu_unavailable", "no device answers: GPU is lost") in trace.events())
+    assert "GPU is lost" in frame.unavailable
+    trace.event("gpu_unavailable", "no device answers: GPU is lost")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +228,7 @@ def test_without_devices_one_frame_and_one_event_say_why(
     trace.wait(lambda: trace.of(GpuFrame))
     trace.wait(lambda: len(trace.of(MemoryFrame)) > 10)
     (frame,) = trace.of(GpuFrame)
-    assert frame.index == 0
+    assert frame.device == 0
     assert text in frame.unavailable
     assert all(math.isnan(getattr(frame, name)) for name in (*monitor.FRAME_FIGURES, "age_ms"))
     ((kind, detail),) = trace.events()
@@ -219,9 +250,10 @@ def test_an_answer_nobody_understands_is_said_in_the_trace(
 def test_what_the_drivers_library_prints_is_no_report(
     traced: Callable[..., Traced], world: NvmlWorld
 ) -> None:
-    world.device(prints="NVRM: hello")
+    world.device(prints='{"NVRM": "hello"}\n{')
     trace = traced()
-    trace.wait(lambda: len(trace.of(GpuFrame)) >= 3)
+    first = trace.gpu(lambda frame: frame.age_ms >= 0)
+    trace.gpu(lambda frame: frame.time_ns - frame.age_ms * 1e6 > first.time_ns)  # a later reading
     assert trace.telemetry.gpus.unavailable == ""
 
 
@@ -239,16 +271,17 @@ def test_nothing_of_the_working_directory_is_run(
 
 
 def test_this_machine_is_told_what_it_has(tmp_path: Path) -> None:
-    """The real nvidia-ml-py in the real process: without a library there is one reason, at once."""
-    began = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "capture.gpu.process", "0.1"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert result.stderr == ""
-    if "Library Not Found" in result.stdout:
-        assert '"final": true' in result.stdout
-    assert time.monotonic() - began < 30
+    """The real nvidia-ml-py in the real process: devices, or the reason why there are none."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-P", "-m", "capture.gpu.process", "0.1"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        reports = map(json.loads, process.stdout)
+        report = next(report for report in reports if report["devices"] or report["failure"])
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert errors == ""
+    if "no NVML library" in report["failure"]:
+        assert report["final"], "there is no use in asking again"
 
 
 def test_the_process_ends_with_its_parent(world: NvmlWorld) -> None:
@@ -260,11 +293,11 @@ def test_the_process_ends_with_its_parent(world: NvmlWorld) -> None:
     with process:
         assert process.stdout is not None
         assert process.stdin is not None
-        assert b"nvmlInit" in process.stdout.readline()
+        assert any(b"nvmlInit" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)  # Ctrl-C reaches the whole group
         assert process.stdout.readline()
         process.stdin.close()
-        assert process.wait(5) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def sample(throttled: tuple[str, ...], taken_s: float) -> GpuSample:
@@ -300,6 +333,8 @@ def test_metrics_show_figures_in_base_units_and_nothing_for_what_is_missing(
     traced: Callable[..., Traced], world: NvmlWorld
 ) -> None:
     world.device(utilization=50, gpm=False, reasons=0x40, sm_clock=1980)
+    for function in ("TotalEnergyConsumption", "FieldValues"):
+        world.fail(f"nvmlDeviceGet{function}", 4)
     trace = traced()
     trace.wait(lambda: trace.telemetry.gpus.devices and trace.telemetry.memory)
     metrics = samples_of(trace.telemetry)
