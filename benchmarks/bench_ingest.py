@@ -1,8 +1,9 @@
 """From the ring to SQL: tokens/s into the lake while two processes query it in a loop.
 
 `capacity`: the engine is always a little ahead of the collector and waits for it, so the rate is
-the collector's. `steady`: the engine writes at a fixed rate and waits for nobody: loss counts here,
-and the delay until a token is visible to SQL.
+the collector's; readers run at the niceness of `inferloop sql`, in `equal_readers` at the
+collector's. `steady`: the engine writes at a fixed rate and waits for nobody: loss counts here, and
+the delay until a token is visible to SQL.
 
     python -m benchmarks.bench_ingest [--seconds 20] [--rate 200000]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import os
 import shutil
 import tempfile
 import threading
@@ -29,6 +31,7 @@ from capture.collector import Collector
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from capture.ring import RingWriter
+from capture.sql.query_process import NICENESS
 
 if TYPE_CHECKING:
     import duckdb
@@ -54,14 +57,18 @@ class Engine:
         self._trace = trace
         self._step = 0
         self._slots = np.arange(BATCH, dtype=np.uint32)
-        self._positions = (np.arange(BATCH, dtype=np.uint32) * 7) % OUTPUT_TOKENS
         self._next_slot = BATCH
         shape = (PATTERNS, BATCH)
         self._ids = (chance.zipf(1.3, shape) % 49152).astype(np.uint32)
         self._logprobs = -chance.gamma(0.5, 1, shape).astype(np.float32)
         self._margins = chance.gamma(1, 2, shape).astype(np.float32)
-        self._forward_us = chance.gamma(60, 50, PATTERNS)
-        self._late_us = chance.integers(0, 3, shape).astype(np.float32)
+        forward_us = chance.gamma(60, 50, PATTERNS)
+        late_us = chance.integers(0, 3, shape) + forward_us[:, None] + 90
+        self._forward_us = forward_us.tolist()
+        self._latency_us = late_us.astype(np.float32)
+        self._positions = (np.arange(BATCH, dtype=np.uint32) * 7) % OUTPUT_TOKENS
+        self._phases = (np.arange(OUTPUT_TOKENS) == 0).astype(np.uint8)
+        self._kv_blocks = np.arange(OUTPUT_TOKENS, dtype=np.uint32) // 16 + 2
         for slot in range(BATCH):
             self._request(slot)
 
@@ -87,15 +94,15 @@ class Engine:
             slots=self._slots,
             positions=self._positions,
             token_ids=self._ids[pick],
-            phases=(self._positions == 0).view(np.uint8),
-            latency_us=self._late_us[pick] + self._forward_us[pick] + 90,
+            phases=self._phases[self._positions],
+            latency_us=self._latency_us[pick],
             logprobs=self._logprobs[pick],
             margins=self._margins[pick],
-            kv_blocks=self._positions // 16 + 2,
+            kv_blocks=self._kv_blocks[self._positions],
         )
         self._step += 1
         self._positions += 1
-        for row in np.flatnonzero(self._positions == OUTPUT_TOKENS).tolist():
+        for row in (self._positions == OUTPUT_TOKENS).nonzero()[0].tolist():
             self._finish(int(self._slots[row]))
             self._slots[row] = self._next_slot
             self._positions[row] = 0
@@ -149,8 +156,9 @@ def write(ring_dir: Path, seconds: float, rate: float, committed: Synchronized[i
     ring.close()
 
 
-def read(place: LakePlace, stop: Any, results: mp.Queue[dict[str, Any]]) -> None:
+def read(place: LakePlace, niceness: int, stop: Any, results: mp.Queue[dict[str, Any]]) -> None:
     """A reader's process: queries in a loop, one connection, one thread."""
+    os.nice(niceness)
     found: dict[str, Any] = {"queries": 0, "errors": [], "slowest_s": 0.0, "delays_ms": []}
     connection = open_connection(place, threads=1)
     while not stop.is_set():
@@ -168,13 +176,18 @@ def read(place: LakePlace, stop: Any, results: mp.Queue[dict[str, Any]]) -> None
     results.put(found)
 
 
-def measure(name: str, rate: float, seconds: float, home: Path, ring_dir: Path) -> dict[str, Any]:
+def measure(
+    name: str, rate: float, niceness: int, seconds: float, home: Path, ring_dir: Path
+) -> dict[str, Any]:
     context = mp.get_context("spawn")
     place = LakePlace(str(home / "catalog.sqlite"), str(home / "data"))
     open_connection(place, read_only=False).close()
     committed: Synchronized[int] = context.Value("q", 0)
     stop_readers, results = context.Event(), context.Queue()
-    readers = [context.Process(target=read, args=(place, stop_readers, results)) for _ in range(2)]
+    readers = [
+        context.Process(target=read, args=(place, niceness, stop_readers, results))
+        for _ in range(2)
+    ]
     writer = context.Process(target=write, args=(ring_dir, seconds, rate, committed))
     stop = threading.Event()
 
@@ -251,12 +264,16 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200_000.0, help="tokens/s of `steady`")
     arguments = parser.parse_args()
     rows = []
-    for name, rate in (("capacity", 0.0), ("steady", arguments.rate)):
+    for name, rate, niceness in (
+        ("capacity", 0.0, NICENESS),
+        ("equal_readers", 0.0, 0),
+        ("steady", arguments.rate, NICENESS),
+    ):
         home = Path(tempfile.mkdtemp(prefix="bench-lake-"))
         shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
         ring_dir = Path(tempfile.mkdtemp(prefix="bench-ring-", dir=shared))
         try:
-            rows.append(measure(name, rate, arguments.seconds, home, ring_dir))
+            rows.append(measure(name, rate, niceness, arguments.seconds, home, ring_dir))
         finally:
             shutil.rmtree(home, ignore_errors=True)
             shutil.rmtree(ring_dir, ignore_errors=True)

@@ -1,7 +1,8 @@
 """The collector: follows every ring of a directory and commits its rows to the lake, exactly once.
 
 The cursor of a ring is committed in the transaction of its rows: killed anywhere, the collector
-goes on where the lake says. Not for decoding (`capture.collecting.ingest`), waiting for the lake
+goes on where the lake says. One thread reads and decodes, another commits what the first hands
+over, one commit at a time. Not for decoding (`capture.collecting.ingest`), waiting for the lake
 (`capture.collecting.lake_writer`) or the order of the rings (`capture.collecting.roster`).
 """
 
@@ -14,10 +15,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from capture.collecting.exclusive import CollectorLock
 from capture.collecting.finishing import Finisher
 from capture.collecting.follower import Follower, Status
+from capture.collecting.ingest import RingRows
+from capture.collecting.lake_thread import LakeThread
 from capture.collecting.lake_writer import LakeWriter
 from capture.collecting.retention import Limits
 from capture.collecting.rollup_schedule import RollupSchedule
@@ -27,11 +31,14 @@ from capture.errors import RingError
 from capture.lake import LakePlace
 from capture.reader import RingReader
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger("inferloop.collector")
 
 COMMIT_S = 1.0
 COMMIT_TOKENS = 400_000  # a commit costs as much CPU as 50,000 tokens
 COMMIT_OTHERS = 50_000  # rows of other tables than tokens, steps and prefill chunks
+MOST_COMMITS = 2.5  # so much waits in memory for the lake, what comes then in the rings
 POLL_S = 0.02
 DISCOVER_S = 0.25
 WARN_S = 10.0
@@ -64,6 +71,7 @@ class Collector:
         self._on_start = on_start or (lambda: None)
         self._roster = Roster(ring_dir)
         self._lake = LakeWriter(place, self.status, stop, self._on_status)
+        self._lake_thread = LakeThread()
         self._finisher = Finisher(crash_dir)
         self._upkeep = Upkeep(place, limits or Limits())
         self._rollup = RollupSchedule(self.status, shared=place.catalog_file is None)
@@ -80,14 +88,18 @@ class Collector:
         """
         with self._lock():
             try:
-                self._lake.open()
+                self._in_lake(self._lake.open)
                 self._on_start()
                 self._discover()
                 while not once and not self._stop.is_set():
                     if not self._round():
                         self._stop.wait(POLL_S)
                 self._drain(float("inf") if once else BACKLOG_PATIENCE_S)
+            except BaseException:
+                self._stop.set()  # the lake's thread may be waiting for the lake
+                raise
             finally:
+                self._lake_thread.close()
                 self._roster.close()
                 self._finisher.close()
                 self._lake.close()
@@ -100,12 +112,11 @@ class Collector:
         for follower in self._roster.living:
             busy |= self._serve(follower)
         busy |= self._serve_stale()
-        if time.monotonic() - self._committed_s >= COMMIT_S:
-            self.commit()
+        self._commit_if_due()
         return busy
 
     def _serve(self, follower: Follower) -> bool:
-        """Read a ring once, commit when enough has come; whether there was anything.
+        """Read a ring once, commit when that is due; whether there was anything.
 
         A ring that was cut meanwhile is given up and does not stop the others.
         """
@@ -115,16 +126,12 @@ class Collector:
             log.warning("given up: %s", error)
             follower.give_up(str(error))
             self._roster.drop(follower)  # first: nothing may touch its lost pages again
-            self._commit([follower], finished=False)
+            self._hand_over([follower])
+            self._settle()
             follower.close()
             return False
-        if not busy:
-            return False
-        followers = self._roster.followers
-        tokens = sum(follower.rows.tokens for follower in followers)
-        if tokens >= COMMIT_TOKENS or sum(f.rows.others for f in followers) >= COMMIT_OTHERS:
-            self.commit()
-        return True
+        self._commit_if_due()
+        return busy
 
     def _serve_stale(self) -> bool:
         """Read one stale ring once, finish those that are drained; whether there was anything.
@@ -165,10 +172,10 @@ class Collector:
                 time.sleep(POLL_S)
             self._discover_if_due()
         self.commit()
+        self._settle()
         if self._roster.stale_left:
             log.warning("%d rings are left for the next collector", self._roster.stale_left)
-        self._tell()
-        while self._lake.connected and self._rollup.run_if_due(self._lake.connection(), []):
+        while self._lake.connected and self._in_lake(self._roll_up, []):
             if time.monotonic() >= ends_s:
                 break  # the next collector goes on with it
 
@@ -182,7 +189,8 @@ class Collector:
 
     def _follow(self, reader: RingReader) -> Follower | None:
         """A ring's follower, from where the lake stands; None: all of it is in the lake."""
-        stored = self._lake.patiently(partial(self._lake.stored_cursor, reader))
+        look = partial(self._lake.stored_cursor, reader.header)
+        stored = self._in_lake(self._lake.patiently, look)
         if stored is not None and stored[1]:
             # A collector was killed between commit and removal.
             self._finisher.retire(reader, closed=reader.closed_by_writer)
@@ -193,35 +201,67 @@ class Collector:
         log.info("following engine %s (pid %d)", reader.header.engine_id, reader.header.pid)
         return Follower(reader, committed=stored is not None)
 
+    def _commit_if_due(self) -> None:
+        """Commit when enough waits; while the lake's thread is at work only when too much does."""
+        if self._lake_thread.done:
+            self._settle()
+        rows = [follower.rows for follower in self._roster.followers]
+        tokens, others = sum(r.tokens for r in rows), sum(r.others for r in rows)
+        full = max(tokens / COMMIT_TOKENS, others / COMMIT_OTHERS)
+        due = full >= 1 or time.monotonic() - self._committed_s >= COMMIT_S
+        if full >= MOST_COMMITS or (due and not self._lake_thread.busy):
+            self.commit()
+
     def commit(self) -> None:
-        """Write all pending rows and cursors in one transaction; waits while the lake cannot."""
-        self._commit([f for f in self._roster.followers if f.rows], finished=False)
-        if self._lake.connected:
-            self._keep_up()
+        """Have all pending rows and cursors written in one transaction, and the lake kept up."""
+        self._hand_over([follower for follower in self._roster.followers if follower.rows])
 
-    def _keep_up(self) -> None:
-        """One piece of the lake's upkeep or of the rollup, when it is due and no ring fills up."""
-        connection = self._lake.connection()
-        lag = max((f.lag_share for f in self._roster.living), default=0.0)
-        calm = lag < CALM_LAG_SHARE
-        if not self._upkeep.run_if_due(connection, calm=calm) and calm:
-            self._rollup.run_if_due(connection, self._roster.followers)
-
-    def _commit(self, followers: list[Follower], *, finished: bool) -> None:
+    def _hand_over(self, followers: list[Follower], *, finished: bool = False) -> None:
+        """Give the followers' rows to the lake's thread, once that is done with those before."""
+        self._settle()
         self._committed_s = time.monotonic()
-        if followers:
-            for follower in followers:
-                _complete(follower, finished)
-            self._lake.write(followers, finished=finished)
-            for follower in followers:
-                follower.unrolled_tokens += follower.rows.tokens
-                follower.rows.clear()
-            spent = time.monotonic() - self._committed_s
+        taken = [(follower, _complete(follower, finished)) for follower in followers]
+        self._lake_thread.begin(self._write, taken, self._roster.living, self._roster.followers)
+
+    def _settle(self) -> None:
+        """Wait until the lake's thread is done, and tell what it did."""
+        if self._lake_thread.busy:
+            self._lake_thread.settle()
+            self._tell()
+
+    def _in_lake(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Have something done in the lake's thread and wait for it."""
+        self._settle()
+        return self._lake_thread.do(work, *args, **kwargs)
+
+    def _write(
+        self,
+        taken: list[tuple[Follower, RingRows]],
+        living: list[Follower],
+        followers: list[Follower],
+    ) -> None:
+        """In the lake's thread: commit, waiting while the lake cannot, and keep the lake up."""
+        if taken:
+            began_s = time.monotonic()
+            self._lake.write([rows for _, rows in taken])
+            for follower, rows in taken:
+                follower.committed(rows)
+            spent = time.monotonic() - began_s
             self.status.commits += 1
             self.status.last_commit_s = spent
             self.status.longest_commit_s = max(self.status.longest_commit_s, spent)
             self._upkeep.commits += 1
-        self._tell()
+        if self._lake.connected:
+            self._keep_up(living, followers)
+
+    def _keep_up(self, living: list[Follower], followers: list[Follower]) -> None:
+        """One piece of the lake's upkeep or of the rollup, when it is due and no ring fills up."""
+        calm = max((follower.lag_share for follower in living), default=0.0) < CALM_LAG_SHARE
+        if not self._upkeep.run_if_due(self._lake.connection(), calm=calm) and calm:
+            self._roll_up(followers)
+
+    def _roll_up(self, followers: list[Follower]) -> bool:
+        return self._rollup.run_if_due(self._lake.connection(), followers)
 
     def _tell(self) -> None:
         status, upkeep = self.status, self._upkeep
@@ -251,20 +291,25 @@ class Collector:
         """Drained rings whose engines are gone: report, commit their end, take the rings away."""
         self._finished_s = time.monotonic()
         crashed = [f for f in drained if not f.closed]
-        self._commit([f for f in crashed if f.rows], finished=False)
+        self._hand_over([f for f in crashed if f.rows])
         for follower in drained:
             if follower not in crashed:
                 follower.rows.add_end("engine_closed", "")
                 continue
             self.status.crashes += 1
-            lake = self._lake.patiently(self._lake.connection)
-            follower.rows.add_end("engine_crashed", self._finisher.report(lake, follower.reader))
-        self._commit(drained, finished=True)
+            follower.rows.add_end("engine_crashed", self._in_lake(self._report, follower))
+        self._hand_over(drained, finished=True)
+        self._settle()
         for follower in drained:
             self._rollup.ended(follower)
             self._roster.drop(follower)
             follower.leave()
             self._finisher.retire(follower.reader, closed=follower.closed)
+
+    def _report(self, follower: Follower) -> str:
+        """In the lake's thread: what a crashed engine was doing; where that is written down."""
+        lake = self._lake.patiently(self._lake.connection)
+        return self._finisher.report(lake, follower.reader)
 
     def _lock(self) -> CollectorLock:
         """One collector per ring directory, and per lake where its catalog is a local file."""
@@ -275,11 +320,12 @@ class Collector:
         return CollectorLock(files)
 
 
-def _complete(follower: Follower, finished: bool) -> None:
-    """Add the rows that belong to every commit: the engine, once, and the cursor."""
+def _complete(follower: Follower, finished: bool) -> RingRows:
+    """Its rows with those that belong to every commit: the engine, once, and the cursor."""
     rows = follower.rows
     if not follower.engine_known and (rows.has("engines") or rows.has("losses") or finished):
         if not rows.has("engines"):
             rows.add_engine(None)
         follower.engine_known = True
     rows.add_cursor(follower.reader.cursor, finished=finished)
+    return rows.take()

@@ -119,7 +119,8 @@ WITH {_ASKED}, period AS (
         {CELLS}
         JOIN pending AS p ON p.engine_id = t.engine_id AND t.step_id >= p.step_id
             AND t.emitted_at >= p.emitted_from
-        WHERE NOT t.is_first AND t.emitted_at >= date_trunc('minute', from_ts::TIMESTAMP)
+        WHERE r.engine_id = t.engine_id AND NOT t.is_first
+            AND t.emitted_at >= date_trunc('minute', from_ts::TIMESTAMP)
             AND r.arrived_at >= date_trunc('minute', from_ts::TIMESTAMP)
             AND r.arrived_at < date_trunc('minute', to_ts::TIMESTAMP - INTERVAL 1 MICROSECOND)
                 + INTERVAL 1 MINUTE

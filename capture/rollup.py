@@ -28,10 +28,11 @@ SELECT t.engine_id, date_trunc('minute', r.arrived_at) AS minute, r.class_key,
     CASE WHEN t.latency_us >= 1 THEN floor({BINS_PER_OCTAVE} * log2(t.latency_us)) ELSE -1
         END::SMALLINT AS latency_bin,
     count(*) AS tokens
-FROM tokens AS t JOIN requests AS r ON r.engine_id = t.engine_id AND r.slot = t.slot
+FROM tokens AS t JOIN requests AS r ON r.slot = t.slot
 """
-"""Cells of the tokens that a WHERE and GROUP BY ALL after it choose. A token whose request was
-lost has no arrival and is in no cell."""
+"""Cells of the tokens that a WHERE and GROUP BY ALL after it choose. The WHERE must say that token
+and request are of one engine: naming the engine for both saves a third of the time. A token whose
+request was lost has no arrival and is in no cell."""
 _NEW = f"""
 {CELLS}
 WHERE t.engine_id = $engine::UUID AND r.engine_id = $engine::UUID AND NOT t.is_first

@@ -60,6 +60,7 @@ class Status:
 class Follower:
     """One ring: its reader, the rows it gave and where the lake stands.
 
+    `committed_step`: the largest step id in the lake; `unrolled_tokens`: there, not in the rollup.
     `written`, `lag_bytes` and `closed` are as of the last poll: looking into a ring that was cut
     meanwhile ends the process.
     """
@@ -73,6 +74,7 @@ class Follower:
         self.drained = self.closed = False
         self.written = reader.written
         self.lag_bytes = reader.lag_bytes
+        self.committed_step = -1
         self.unrolled_tokens = 0
         self.rolled_s = time.monotonic()
         self._attendance = Attendance(reader.path, ATTENDANCE)
@@ -104,6 +106,11 @@ class Follower:
         status.torn_frames += torn
         self._attendance.report(after, self.lag_bytes)
         return after != before
+
+    def committed(self, rows: RingRows) -> None:
+        """`rows` of this ring are in the lake. Like the rollup, work of the lake's thread."""
+        self.committed_step = rows.last_step
+        self.unrolled_tokens += rows.tokens
 
     def frames_now(self) -> int:
         """Frames written until now; notices an engine that is gone at once. Raises RingError when

@@ -10,6 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class RingRows:
     """Rows of one ring that wait for their commit: `tokens`, and `others` of all other kinds.
 
     `last_step`: the largest step id among all rows so far, -1: none; its step may go on.
+    `cursor`: where the ring stands once these rows are committed, and whether that is its end.
     """
 
     def __init__(self, header: RingHeader) -> None:
@@ -67,6 +69,7 @@ class RingRows:
         self.tokens = 0
         self.others = 0
         self.last_step = -1
+        self.cursor: tuple[Cursor, bool] | None = None
         self._wall_offset_ns = header.anchor_wall_ns - header.anchor_monotonic_ns
         self._same_boot = header.boot_id == boot_id()
         self._steps: list[Columns] = []
@@ -77,9 +80,12 @@ class RingRows:
     def __bool__(self) -> bool:
         return bool(self._steps or self._tokens or self._chunks or self._rows)
 
-    def clear(self) -> None:
+    def take(self) -> RingRows:
+        """All rows so far, to be committed; here the next ones gather."""
+        taken = copy(self)
         self.tokens = self.others = 0
         self._steps, self._tokens, self._chunks, self._rows = [], [], [], {}
+        return taken
 
     def wall_us(self, time_ns: int) -> int | None:
         """UTC in microseconds of a monotonic time; None for 0: it never happened."""
@@ -127,6 +133,7 @@ class RingRows:
         self.others += 1
 
     def add_cursor(self, cursor: Cursor, *, finished: bool) -> None:
+        self.cursor = cursor, finished
         self.add_row(
             "ingest_cursor",
             self.header.epoch,
@@ -149,7 +156,7 @@ class RingRows:
         self.add_row("events", self.now_us(), kind, None, None, detail, None)
 
     def tables(self) -> Iterator[tuple[str, Columns | pa.Table]]:
-        """The rows by table, without their engine id. They stay here until `clear`."""
+        """The rows by table, without their engine id; they stay here."""
         for name, parts in (
             ("steps", self._steps),
             ("tokens", self._tokens),

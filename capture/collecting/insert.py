@@ -20,10 +20,7 @@ Part = tuple[str, "Columns | pa.Table"]
 
 
 def insert_rows(connection: duckdb.DuckDBPyConnection, rings: list[RingRows]) -> None:
-    """Insert the rows of all rings; they stay there until the caller clears them.
-
-    Raises duckdb.Error.
-    """
+    """Insert the rows of all rings. Raises duckdb.Error."""
     parts: dict[str, list[Part]] = {}
     for ring in rings:
         for name, rows in ring.tables():

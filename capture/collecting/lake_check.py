@@ -88,6 +88,16 @@ class Belongings:
         if self._data_now() != self._data:
             raise LakeError(f"the lake's directory {self._place.data} was removed or replaced")
 
+    def check_writable(self) -> None:
+        """Raise LakeError when a disk has turned read-only; SQLite says less than that."""
+        catalog = self._place.catalog_file
+        directories = [] if catalog is None else [catalog.parent]
+        if "://" not in self._place.data:
+            directories.append(Path(self._place.data))
+        for directory in directories:
+            if directory.exists() and os.statvfs(directory).f_flag & os.ST_RDONLY:
+                raise LakeError(f"the file system of {directory} has turned read-only")
+
     def renew(self) -> None:
         """The directory that is there now is the lake's."""
         self._data = self._data_now()

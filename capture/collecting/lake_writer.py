@@ -15,7 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from capture.collecting.follower import Follower, Status
+from capture.collecting.follower import Status
+from capture.collecting.ingest import RingRows
 from capture.collecting.insert import insert_rows
 from capture.collecting.lake_check import Belongings, CatalogGoneError, check_files
 from capture.errors import (
@@ -26,7 +27,8 @@ from capture.errors import (
     first_line,
 )
 from capture.lake import LakePlace, open_connection
-from capture.reader import Cursor, RingReader
+from capture.reader import Cursor
+from capture.ring import RingHeader
 
 if TYPE_CHECKING:
     import duckdb
@@ -94,14 +96,14 @@ class LakeWriter:
     def connected(self) -> bool:
         return self._connection is not None
 
-    def write(self, followers: list[Follower], *, finished: bool) -> None:
-        """Commit the rows of all followers in one transaction, waiting while the lake cannot.
+    def write(self, rings: list[RingRows]) -> None:
+        """Commit the rows of all rings in one transaction, waiting while the lake cannot.
 
         Raises LakeError for what waiting does not cure, CollectorError when told to stop meanwhile.
         """
-        self.patiently(partial(self._transaction, followers, finished=finished))
+        self.patiently(partial(self._transaction, rings))
 
-    def stored_cursor(self, reader: RingReader) -> tuple[Cursor, bool] | None:
+    def stored_cursor(self, ring: RingHeader) -> tuple[Cursor, bool] | None:
         """The last committed cursor of a ring and whether the ring is finished."""
         row = (
             self.connection()
@@ -110,7 +112,7 @@ class LakeWriter:
                 "corrupt_frames, finished FROM ingest_cursor "
                 "WHERE engine_id = ?::UUID AND epoch = ? "
                 "ORDER BY position DESC, finished DESC LIMIT 1",
-                [str(reader.header.engine_id), reader.header.epoch],
+                [str(ring.engine_id), ring.epoch],
             )
             .fetchone()
         )
@@ -177,20 +179,19 @@ class LakeWriter:
         self._belongings.renew()
         return connection
 
-    def _transaction(self, followers: list[Follower], *, finished: bool) -> None:
+    def _transaction(self, rings: list[RingRows]) -> None:
         """Insert and commit; after a failure first look whether only the answer got lost."""
-        if self._connection is None and self._is_stored(followers[0], finished):
+        if self._belongings is not None:
+            self._belongings.check_writable()
+        if self._connection is None and self.stored_cursor(rings[0].header) == rings[0].cursor:
             return
         connection = self.connection()
         if self._belongings is not None:
             self._belongings.check_catalog()
             self._belongings.check_data()
         connection.execute("BEGIN")
-        insert_rows(connection, [follower.rows for follower in followers])
+        insert_rows(connection, rings)
         connection.execute("COMMIT")
-
-    def _is_stored(self, follower: Follower, finished: bool) -> bool:
-        return self.stored_cursor(follower.reader) == (follower.reader.cursor, finished)
 
     def _wait(self, reason: str, backoff: float) -> None:
         if self._status.waiting_for != reason:

@@ -140,17 +140,13 @@ class Retention:
         limit = self.limits.max_bytes
         return limit is not None and used_bytes > limit
 
-    def has_room(
-        self, connection: duckdb.DuckDBPyConnection, used_bytes: int, small_bytes: int
-    ) -> bool:
-        """Whether a merge of the files below `small_bytes` exceeds the limit by no more than its
-        last few percent: for a while they and what they were merged into are both there."""
+    def has_room(self, used_bytes: int, merged_bytes: int) -> bool:
+        """Whether a merge of so many bytes exceeds the limit by no more than its last few percent:
+        for a while the files and what they were merged into are both there."""
         limit = self.limits.max_bytes
         if limit is None:
             return True
-        sizes = (file.size_bytes for file in lake_files(connection))
-        small = sum(size for size in sizes if size < small_bytes)
-        return used_bytes + small < limit or small < limit * (1 - HURRY_SHARE)
+        return used_bytes + merged_bytes < limit or merged_bytes < limit * (1 - HURRY_SHARE)
 
     def _too_old(self, files: list[LakeFile]) -> datetime | None:
         """Midnight before which rows are over the age limit; None: there are no such rows.

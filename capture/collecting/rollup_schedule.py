@@ -76,8 +76,8 @@ class RollupSchedule:
         return False
 
     def _roll(self, connection: duckdb.DuckDBPyConnection, follower: Follower) -> None:
-        rows = follower.rows
-        self._status.rolled_tokens += roll_up(connection, rows.engine_id, rows.last_step)
+        before_step = follower.committed_step
+        self._status.rolled_tokens += roll_up(connection, follower.rows.engine_id, before_step)
         follower.unrolled_tokens = 0
         follower.rolled_s = time.monotonic()
 

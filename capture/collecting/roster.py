@@ -13,7 +13,7 @@ from pathlib import Path
 
 from capture.collecting.follower import Follower
 from capture.errors import RingError, RingFormatError, RingIncompleteError
-from capture.reader import RingReader, discover
+from capture.reader import RingReader, check_directory, discover
 
 log = logging.getLogger("inferloop.collector")
 
@@ -27,7 +27,10 @@ class Roster:
     """The followers of a directory's rings and the stale rings that wait for their turn."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises RingError when there is such a directory and it cannot be listed."""
+        check_directory(directory)
         self._directory = directory
+        self._directory_problem: str | None = None
         self._followers: dict[Path, Follower] = {}
         self._stale: deque[Path] = deque()
         self._waiting: set[Path] = set()
@@ -62,6 +65,8 @@ class Roster:
         through, RingError alone refuses the ring for good. A ring that cannot be opened, for lack
         of permission or of open files, is tried again at each call.
         """
+        if not self._can_list():
+            return
         found = discover(self._directory)
         self._refused.intersection_update(found)
         self._unreadable.intersection_update(found)
@@ -95,6 +100,21 @@ class Roster:
     @property
     def _open_stale(self) -> int:
         return len(self._followers) - len(self.living)
+
+    def _can_list(self) -> bool:
+        """Whether new rings would be seen; says so when that changes. Those that are followed need
+        no directory."""
+        try:
+            check_directory(self._directory)
+        except RingError as error:
+            if self._directory_problem is None:
+                log.warning("new engines are not followed: %s", error)
+            self._directory_problem = str(error)
+            return False
+        if self._directory_problem is not None:
+            self._directory_problem = None
+            log.warning("new engines are followed again: %s can be listed", self._directory)
+        return True
 
     def _take(self, path: Path, follow: Follow) -> None:
         """Follow a living engine's ring at once, let any other wait."""

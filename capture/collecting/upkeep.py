@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from capture.collecting.retention import METADATA, LakeFile, Limits, Retention, disk_use, lake_files
 from capture.errors import first_line
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("inferloop.collector")
 
 MERGE_COMMITS = 20
-MERGE_FILES = 20
 FEW_FILES = 10  # of a table: not worth merging
-SMALL_FILE_BYTES = 16 << 20
+SMALL_FILE_BYTES = 4 << 20  # half of what a merge makes of them
+MERGE_BYTES = 16 << 20  # what a merge may take on disk at most; the lake's option bounds it
 EXPIRE_S = 60.0
 GRACE_S = 600.0  # longer than any reader's query
 RETENTION_S = 10.0
@@ -123,9 +123,10 @@ class Upkeep:
 
     def _merge(self, connection: duckdb.DuckDBPyConnection) -> None:
         self.commits = 0
-        below_bytes = worth_merging(lake_files(connection))
-        if below_bytes and self.retention.has_room(connection, self.lake_bytes, below_bytes):
-            merge(connection, below_bytes)
+        found = worth_merging(lake_files(connection))
+        if found and self.retention.has_room(self.lake_bytes, min(found.size_bytes, MERGE_BYTES)):
+            merge(connection, found)
+            self.commits = MERGE_COMMITS  # there may be more
 
     def _retain(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._due_s[self._retain] = time.monotonic() + RETENTION_S
@@ -156,36 +157,44 @@ class Upkeep:
             log.info("deleted %d files of commits that never came to their end", deleted)
 
 
-def worth_merging(files: list[LakeFile]) -> int:
-    """The size in bytes below which files should be merged; 0: none.
+class SmallFiles(NamedTuple):
+    """The files of a table below a size; `size_bytes`: of all of them."""
 
-    Each table's smallest, and larger ones while they are no larger than all smaller ones together:
-    a row is rewritten each time its file doubles, not at each merge.
+    table: str
+    below_bytes: int
+    size_bytes: int
+
+
+def worth_merging(files: list[LakeFile]) -> SmallFiles | None:
+    """The files that should be merged next, of the table that has most of them.
+
+    The smallest, and larger ones while they are no larger than all smaller ones together: a row is
+    rewritten each time its file doubles, not at each merge.
     """
     of_tables: dict[str, list[int]] = {}
     for file in files:
         if file.size_bytes < SMALL_FILE_BYTES:
             of_tables.setdefault(file.table, []).append(file.size_bytes)
-    below = 0
-    for sizes in map(sorted, of_tables.values()):
-        if len(sizes) <= FEW_FILES:
-            continue
-        taken = sum(sizes[:FEW_FILES])
-        largest = sizes[FEW_FILES - 1]
-        for size in sizes[FEW_FILES:]:
-            if size > taken:
-                break
-            taken, largest = taken + size, size
-        below = max(below, largest + 1)
-    return below
+    if not of_tables:
+        return None
+    table = max(of_tables, key=lambda name: len(of_tables[name]))
+    sizes = sorted(of_tables[table])
+    if len(sizes) <= FEW_FILES:
+        return None
+    taken, largest = sum(sizes[:FEW_FILES]), sizes[FEW_FILES - 1]
+    for size in sizes[FEW_FILES:]:
+        if size > taken:
+            break
+        taken, largest = taken + size, size
+    return SmallFiles(table, largest + 1, taken)
 
 
-def merge(connection: duckdb.DuckDBPyConnection, below_bytes: int = SMALL_FILE_BYTES) -> None:
-    """Merge a bounded number of files smaller than `below_bytes`. Readers see the same rows before,
-    during and after."""
+def merge(connection: duckdb.DuckDBPyConnection, small: SmallFiles) -> None:
+    """Make one larger file of as many of the small ones as fit in. Readers see the same rows
+    before, during and after."""
     connection.execute(
-        f"CALL ducklake_merge_adjacent_files('{NAME}', max_compacted_files => {MERGE_FILES}, "
-        f"max_file_size => {below_bytes})"
+        f"CALL ducklake_merge_adjacent_files('{NAME}', '{small.table}', max_compacted_files => 1, "
+        f"max_file_size => {small.below_bytes})"
     ).fetchall()
 
 

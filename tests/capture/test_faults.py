@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -9,8 +10,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import duckdb
 import pytest
@@ -20,25 +22,18 @@ from capture.collecting import lake_writer, roster
 from capture.collecting.follower import Follower, Status
 from capture.collecting.insert import insert_rows
 from capture.collecting.retention import Limits
-from capture.collecting.upkeep import Upkeep, delete_orphans, expire, merge
+from capture.collecting.upkeep import SmallFiles, Upkeep, delete_orphans, expire, merge
 from capture.collector import Collector
 from capture.errors import CollectorError, LakeError, RingError
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from capture.reader import RingReader, discover
 from capture.ring import MIN_CAPACITY
-from tests.capture.lakes import foreign_lock, start_collector
-from tests.capture.rings import (
-    MIB,
-    engine,
-    forked,
-    kill,
-    new_ring,
-    write_finish,
-    write_request,
-    write_step,
-)
+from tests.capture.children import forked, kill
+from tests.capture.lakes import foreign_lock, said, start_collector
+from tests.capture.rings import MIB, engine, new_ring, write_finish, write_request, write_step
 from tests.migrations.postgres import _running, postgres_server
+from tests.waiting import PATIENCE_S, until
 
 FRAME_BYTES = 320  # a step of four requests
 
@@ -56,6 +51,8 @@ def place(tmp_path: Path) -> LakePlace:
 class Running:
     """A collector in a thread of its own; `waiting` is set once it waits for the lake."""
 
+    started_ones: ClassVar[list[Running]] = []
+
     def __init__(self, place: LakePlace, rings: Path, *, once: bool = False) -> None:
         self.stop, self.started = threading.Event(), threading.Event()
         self.waiting = threading.Event()
@@ -69,8 +66,9 @@ class Running:
             on_status=self._see,
             on_start=self.started.set,
         )
-        self._thread = threading.Thread(target=self._run, args=(once,))
+        self._thread = threading.Thread(target=self._run, args=(once,), daemon=True)
         self._thread.start()
+        self.started_ones.append(self)
 
     def _run(self, once: bool) -> None:
         try:
@@ -85,13 +83,14 @@ class Running:
 
     def committed(self, tokens: int) -> None:
         """Wait until so many tokens are in the lake."""
-        eventually(lambda: self.collector.status.commits and self.status.tokens >= tokens)
+        until(lambda: self.status.commits and self.status.tokens >= tokens, f"{tokens} tokens")
         commits = self.status.commits
-        eventually(lambda: self.status.commits > commits or not self.pending)
+        until(lambda: self.status.commits > commits or not self.pending, "their commit")
 
     @property
     def pending(self) -> bool:
-        return any(follower.rows for follower in self.collector._roster.followers)
+        waiting = any(follower.rows for follower in self.collector._roster.followers)
+        return waiting or self.collector._lake_thread.busy
 
     @property
     def status(self) -> Status:
@@ -102,16 +101,16 @@ class Running:
         return self.join()
 
     def join(self) -> Exception | None:
-        self._thread.join(60)
+        self._thread.join(2 * PATIENCE_S)
         assert not self._thread.is_alive()
         return self.error
 
 
-def eventually(done: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.01)
+@pytest.fixture(autouse=True)
+def no_collector_outlives_its_test() -> Iterator[None]:
+    yield
+    while Running.started_ones:
+        Running.started_ones.pop().stop.set()
 
 
 def collect_once(place: LakePlace, rings: Path) -> Status:
@@ -198,7 +197,6 @@ def test_many_stale_rings_take_a_bounded_number_of_open_files(
     place: LakePlace, rings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roster, "OPEN_STALE_RINGS", 3)
-    before = len(os.listdir("/proc/self/fd"))
     for _ in range(12):
         engine(rings, requests=1, steps=2, capacity=MIN_CAPACITY).close()
     most = 0
@@ -206,7 +204,7 @@ def test_many_stale_rings_take_a_bounded_number_of_open_files(
 
     def counting(self: Follower, status: Status) -> bool:
         nonlocal most
-        most = max(most, sum(link.startswith(f"{rings}/") for link in open_files()))
+        most = max(most, len(open_files(rings)))
         return poll(self, status)
 
     monkeypatch.setattr(Follower, "poll", counting)
@@ -214,18 +212,17 @@ def test_many_stale_rings_take_a_bounded_number_of_open_files(
     assert status.rings == 12
     assert discover(rings) == []
     assert 0 < most <= 2 * roster.OPEN_STALE_RINGS + 2
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert open_files(rings.parent) == []
     assert_exact(place, 24)
 
 
-def open_files() -> list[str]:
+def open_files(directory: Path) -> list[str]:
+    """What this process has open below a directory, files that are deleted by now included."""
     links = []
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):
             links.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            continue
-    return [link for link in links if link.endswith(".ring")]
+    return [link for link in links if link.startswith(f"{directory}/")]
 
 
 @pytest.fixture
@@ -253,10 +250,10 @@ def test_a_lake_that_turns_read_only_is_waited_for(small_disk: Path, rings: Path
     subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)
     try:
         write_step(TraceWriter(trace_ring), 5, 2)
-        assert running.waiting.wait(30)
+        assert running.waiting.wait(PATIENCE_S)
     finally:
         subprocess.run(["umount", "--lazy", str(small_disk)], check=True)
-    assert "read" in running.reasons[0].lower()
+    assert "has turned read-only" in running.reasons[0]
     running.committed(12)
     assert running.end() is None
     assert_exact(place, 12)
@@ -277,8 +274,7 @@ def test_a_catalog_locked_longer_than_any_timeout_is_waited_out(
     trace_ring = engine(rings, requests=2, steps=5)
     with foreign_lock(place):
         running = Running(place, rings)
-        assert running.waiting.wait(30)
-        time.sleep(2)
+        until(lambda: len(running.reasons) >= 3, "attempts that waited as long as they may")
     running.committed(10)
     assert "locked" in running.reasons[0]
     assert running.status.waiting_for is None
@@ -291,7 +287,7 @@ def keep_the_lake(place: LakePlace) -> None:
     """All upkeep, on a catalog that is no SQLite file."""
     subject = Upkeep(place, Limits(days=9, max_bytes=1 << 30))
     with open_connection(place, read_only=False) as lake:
-        merge(lake)
+        merge(lake, SmallFiles("tokens", 1 << 30, 1 << 30))
         expire(lake, 0, 0)
         delete_orphans(lake, 3600)
         for work in list(subject._due_s):
@@ -309,18 +305,19 @@ def test_postgresql_restarted_between_the_rows_and_their_commit(
         collect_once(place, rings)
         with pytest.MonkeyPatch.context() as patch:
             crashed: list[int] = []
+            lock = directory / "data/postmaster.pid"
 
             def insert_then_crash(connection: duckdb.DuckDBPyConnection, pending: object) -> None:
                 insert_rows(connection, pending)  # type: ignore[arg-type]
                 if not crashed:
-                    pid = int((directory / "data/postmaster.pid").read_text().split()[0])
-                    crashed.append(pid)
-                    os.kill(pid, signal.SIGQUIT)
+                    crashed.append(int(lock.read_text().split()[0]))
+                    os.kill(crashed[0], signal.SIGQUIT)
+                    until(lambda: not lock.exists(), "the end of the database")
 
             patch.setattr(lake_writer, "insert_rows", insert_then_crash)
             engine(rings, requests=2, steps=5).close()
             running = Running(place, rings, once=True)
-            assert running.waiting.wait(30)
+            assert running.waiting.wait(PATIENCE_S)
         with _running(directory / "data", directory, user):
             assert running.join() is None
             assert_exact(place, 10)
@@ -337,9 +334,10 @@ def test_a_lake_whose_files_were_deleted_says_so_and_goes_on_when_they_are_back(
     running.committed(10)
     Path(place.data).rename(tmp_path / "aside")
     write_step(TraceWriter(trace_ring), 5, 2)
-    assert running.waiting.wait(30)
-    eventually(lambda: any("files are gone" in reason for reason in running.reasons))
-    told = running.status.waiting_for or ""
+    told = until(
+        lambda: next((reason for reason in running.reasons if "files are gone" in reason), ""),
+        "what it waits for",
+    )
     assert "Bring" in told
     assert place.described in told
     (tmp_path / "aside").rename(place.data)
@@ -376,11 +374,10 @@ def test_sigterm_while_a_commit_waits_still_commits(rings: Path, tmp_path: Path)
     process = start_collector(tmp_path, rings)
     with foreign_lock(place):
         trace_ring = engine(rings, requests=10, steps=100)
-        time.sleep(0.3)
+        assert said(process) == "waiting"
         process.terminate()
-        time.sleep(1.5)
-        assert process.poll() is None, "it does not leave the rows behind"
-    assert process.wait(30) == 0
+        assert said(process) == "stopping", "it does not leave the rows behind"
+    assert process.wait(PATIENCE_S) == 0
     assert_exact(place, 1000)
     trace_ring.close()
 
@@ -396,7 +393,7 @@ def test_engines_and_collectors_killed_together_again_and_again(
     written: dict[str, int] = {}
     for _ in range(3):
         pids = [forked(lambda: endless_engine(rings)) for _ in range(2)]
-        eventually(lambda: len([p for p in discover(rings) if p.stem not in written]) >= 2)
+        until(lambda: len([p for p in discover(rings) if p.stem not in written]) >= 2, "two rings")
         readers = [RingReader(p) for p in discover(rings) if p.stem not in written]
         process = start_collector(tmp_path, rings)
         time.sleep(chance.random() * 0.4)
@@ -425,6 +422,7 @@ def test_engines_and_collectors_killed_together_again_and_again(
 
 
 def endless_engine(rings: Path) -> None:
+    """Slow enough that its ring lasts for minutes, whatever a collector takes to start."""
     trace = TraceWriter(new_ring(rings, 16 * MIB))
     trace.engine({"model": "tiny"})
     for slot in range(8):
@@ -433,7 +431,7 @@ def endless_engine(rings: Path) -> None:
     while True:
         write_step(trace, step_id, 8)
         step_id += 1
-        time.sleep(0.0005)
+        time.sleep(0.003)
 
 
 def test_a_clock_set_back_four_minutes_makes_no_negative_latency(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
 import pytest
 
-from capture.collecting.upkeep import expire, merge
+from capture.collecting.upkeep import SmallFiles, expire, merge
 from capture.collector import Collector
 from capture.errors import LakeError, LakeMissingError, LakeVersionError
 from capture.frames import TraceWriter
@@ -22,6 +21,7 @@ from capture.schema_docs import render
 from capture.settings import Settings
 from capture.views import VIEWS
 from tests.capture.rings import new_ring, write_finish, write_request, write_step
+from tests.capture.stage import Clock
 
 MS = 1_000_000
 BORDERS = [
@@ -41,19 +41,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ids() -> dict[str, str]:
     return {}
-
-
-class Clock:
-    """Stands in for the ring's time module, so that frames are written when the scenario says."""
-
-    def __init__(self) -> None:
-        self.ns = time.monotonic_ns()
-
-    def monotonic_ns(self) -> int:
-        return self.ns
-
-    def time_ns(self) -> int:
-        return time.time_ns()
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +246,7 @@ def test_upkeep_merges_files_and_changes_no_answer(tmp_path: Path) -> None:
                 f"FROM range({part * 1000}, {part * 1000 + 1000}) AS r(i)"
             )
         before = len(list(tmp_path.glob("data/main/marks/*.parquet")))
-        merge(lake)
+        merge(lake, SmallFiles("marks", 1 << 30, 1 << 30))
         expire(lake, 0, 0)
         expire(lake, 0, 0)
         after = len(list(tmp_path.glob("data/main/marks/*.parquet")))
@@ -282,10 +269,10 @@ def test_a_reader_between_snapshot_and_file_list_loses_no_rows_to_a_merge(tmp_pa
         )
         reader.execute("BEGIN")
         assert only(reader, "SELECT count(*) FROM prefill_chunks") == (1,), "takes the snapshot"
-        merge(lake)
+        merge(lake, SmallFiles("marks", 1 << 30, 1 << 30))
         assert only(reader, count) == (300, 300)
         lake.execute("INSERT INTO marks SELECT uuid(), '2026-01-01'::TIMESTAMP, 'late'")
-        merge(lake)
+        merge(lake, SmallFiles("marks", 1 << 30, 1 << 30))
         assert only(reader, count) == (300, 300), "what came later is left out"
         reader.execute("COMMIT")
         assert only(reader, count) == (301, 304)

@@ -15,12 +15,20 @@ import numpy as np
 import pytest
 
 from capture.collecting import upkeep
-from capture.collecting.retention import METADATA, LakeFile, Limits
-from capture.collecting.upkeep import FEW_FILES, Upkeep, delete_orphans, expire, worth_merging
+from capture.collecting.retention import METADATA, LakeFile, Limits, lake_files
+from capture.collecting.upkeep import (
+    FEW_FILES,
+    SMALL_FILE_BYTES,
+    Upkeep,
+    delete_orphans,
+    expire,
+    worth_merging,
+)
 from capture.collector import Collector
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from tests.capture.rings import new_ring, write_step
+from tests.waiting import PATIENCE_S, until
 
 ENGINE = UUID(int=3)
 NOON = datetime(2026, 1, 1, 12)
@@ -88,19 +96,48 @@ def test_a_row_is_rewritten_a_few_times_however_small_the_commits() -> None:
     written = 0
     for _ in range(1000):
         sizes += [12_000] * 20
-        below = worth_merging(lake_files_of(sizes))
-        merged = sum(size for size in sizes if size < below)
-        sizes = [size for size in sizes if size >= below] + [merged]
-        written += merged
-        small = [size for size in sizes if size < 16 << 20]
-        assert len(small) <= FEW_FILES
+        while (found := worth_merging(lake_files_of(sizes))) is not None:
+            merged = 0
+            for size in [size for size in sizes if size < found.below_bytes]:
+                if merged < 8 << 20:
+                    merged += size
+                    sizes.remove(size)
+            sizes.append(merged)
+            written += merged
+        assert sum(size < SMALL_FILE_BYTES for size in sizes) <= FEW_FILES
     assert written < 8 * sum(sizes)
 
 
 def test_few_files_are_left_alone_and_one_odd_file_stops_no_merge() -> None:
-    assert worth_merging(lake_files_of([100] * FEW_FILES)) == 0
-    assert worth_merging(lake_files_of([1 << 30] * 50)) == 0
-    assert worth_merging(lake_files_of([100, *[1 << 20] * 20])) > 1 << 20
+    assert worth_merging([]) is None
+    assert worth_merging(lake_files_of([100] * FEW_FILES)) is None
+    assert worth_merging(lake_files_of([1 << 30] * 50)) is None
+    found = worth_merging(lake_files_of([100, *[1 << 20] * 20]))
+    assert found is not None
+    assert found.below_bytes > 1 << 20
+
+
+def test_one_merge_is_of_a_bounded_size_and_of_the_table_that_needs_it_most(
+    lake: duckdb.DuckDBPyConnection,
+) -> None:
+    """Commits wait for it: a merge of all small files at once took seconds."""
+    lake.execute(
+        "INSERT INTO losses (engine_id, epoch, noticed_at, kind, first_sequence, frames, "
+        "tokens) VALUES (uuid(), 0, now()::TIMESTAMP, 'torn', 0, 1, 0)"
+    )
+    for _ in range(FEW_FILES + 20):
+        lake.execute("INSERT INTO marks SELECT uuid(), $1, uuid() FROM range(25_000)", [NOON])
+    subject = Upkeep(LakePlace("", ""), Limits())
+    subject.commits = upkeep.MERGE_COMMITS
+    merged = []
+    while subject.commits:
+        assert subject.run_if_due(lake, calm=True)
+        sizes = [file.size_bytes for file in lake_files(lake)]
+        merged.append([size for size in sizes if size >= SMALL_FILE_BYTES])
+    assert [len(sizes) for sizes in merged] == [1, 2, 2]
+    assert max(merged[-1]) <= upkeep.MERGE_BYTES
+    assert len(sizes) - 2 <= FEW_FILES + 2, "of marks; one of losses, one of the lake's versions"
+    assert lake.execute("SELECT count(*) FROM marks").fetchall() == [(25_000 * (FEW_FILES + 20),)]
 
 
 def test_leftovers_of_a_killed_commit_are_deleted_and_nothing_else(
@@ -144,6 +181,7 @@ def test_a_failure_waits_and_is_counted(
     def failing(*_: object) -> bool:
         raise duckdb.TransactionException("conflict")
 
+    monkeypatch.setattr(upkeep, "RETENTION_S", 3600.0)
     subject = Upkeep(place, Limits(days=1))
     monkeypatch.setattr(subject.retention, "run", failing)
     assert subject.run_if_due(lake, calm=True)
@@ -181,19 +219,18 @@ def test_the_collector_holds_its_lake_under_the_limit(
         stop=stop,
         limits=Limits(max_bytes=limit),
     )
-    thread = threading.Thread(target=subject.run)
+    thread = threading.Thread(target=subject.run, daemon=True)
     thread.start()
-    for _ in range(8):
-        varied_engine(tmp_path / "rings")
-        time.sleep(0.4)
     try:
-        deadline = time.monotonic() + 40
-        while subject.status.tokens < 8 * TOKENS or subject.status.lake_bytes > limit:
-            assert time.monotonic() < deadline, subject.status
-            time.sleep(0.05)
+        for engines in range(1, 9):
+            varied_engine(tmp_path / "rings")
+            until(lambda read=engines * TOKENS: subject.status.tokens >= read, "its tokens")
+        status = subject.status
+        until(lambda: status.dropped_tokens and status.lake_bytes <= limit, "a lake in its limit")
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive()
     assert subject.status.dropped_tokens > 0
     with open_connection(place) as lake:
         counted = "SELECT (SELECT count(*) FROM tokens), (SELECT sum(tokens) FROM losses)"

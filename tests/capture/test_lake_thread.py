@@ -1,0 +1,110 @@
+"""Reading goes on while the lake is worked on, within a bound, and in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from capture import collector
+from capture.collecting.ingest import RingRows
+from capture.collecting.lake_thread import LakeThread
+from capture.collecting.lake_writer import LakeWriter
+from capture.collector import Collector
+from capture.frames import TraceWriter
+from capture.lake import LakePlace, open_connection
+from tests.capture.rings import new_ring, write_step
+from tests.waiting import PATIENCE_S, until
+
+STEP_TOKENS = 100
+COMMIT_TOKENS = 4000
+RING_BYTES = 1 << 18
+RING_TOKENS = RING_BYTES // 36  # at most: the bytes of a token's row
+
+
+@pytest.fixture
+def thread() -> Iterator[LakeThread]:
+    thread = LakeThread()
+    yield thread
+    thread.close()
+
+
+def test_work_is_done_in_order_and_its_error_comes_with_the_next_call(thread: LakeThread) -> None:
+    done: list[str] = []
+    gate = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    thread.begin(gate.wait, PATIENCE_S)
+    assert thread.busy
+    assert not thread.done
+    gate.set()
+    thread.begin(done.append, "a")
+    assert thread.do(lambda: [*done, "b"]) == ["a", "b"]
+    assert not thread.busy
+    thread.begin(fail)
+    with pytest.raises(ValueError, match="no"):
+        thread.begin(done.append, "never")
+    thread.begin(done.append, "c")
+    thread.settle()
+    assert done == ["a", "c"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Commits wait until it is set."""
+    gate = threading.Event()
+    real = LakeWriter.write
+
+    def write(lake: LakeWriter, rings: list[RingRows]) -> None:
+        assert gate.wait(PATIENCE_S)
+        real(lake, rings)
+
+    monkeypatch.setattr(LakeWriter, "write", write)
+    yield gate
+    gate.set()
+
+
+def test_a_slow_commit_stops_no_reading_until_much_waits_for_it(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the ring holds is written meanwhile, and nothing is lost; then memory is full, and
+    what does not fit into the ring is lost and counted."""
+    monkeypatch.setattr(collector, "COMMIT_TOKENS", COMMIT_TOKENS)
+    monkeypatch.setattr(collector, "COMMIT_S", float("inf"))
+    place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
+    ring = new_ring(tmp_path / "rings", RING_BYTES)
+    trace, stop = TraceWriter(ring), threading.Event()
+    subject = Collector(
+        place, ring_dir=tmp_path / "rings", crash_dir=tmp_path / "crashes", stop=stop
+    )
+    running = threading.Thread(target=subject.run)
+    running.start()
+    status = subject.status
+    bound = COMMIT_TOKENS * (1 + collector.MOST_COMMITS)
+    try:
+        for step in range(int(bound) // STEP_TOKENS):
+            write_step(trace, step, STEP_TOKENS)
+            if step % 10 == 9:
+                until(lambda: status.tokens == ring.counters.tokens, "all to be read")
+        assert ring.counters.bytes > RING_BYTES
+        assert status.lost_tokens == 0
+        for more in range(10 * RING_TOKENS // STEP_TOKENS):
+            write_step(trace, step + 1 + more, STEP_TOKENS)
+        assert status.tokens <= bound + RING_TOKENS, "one reading takes what the ring holds at most"
+        gate.set()
+        until(lambda: status.tokens + status.lost_tokens == ring.counters.tokens, "the rest")
+    finally:
+        gate.set()
+        stop.set()
+        running.join(PATIENCE_S)
+        ring.close()
+    assert not running.is_alive()
+    assert status.lost_tokens > 0
+    with open_connection(place) as lake:
+        rows = lake.execute("SELECT count(*), count(DISTINCT (step_id, slot)) FROM tokens")
+        assert rows.fetchall() == [(status.tokens, status.tokens)]
+        assert lake.execute("SELECT sum(tokens) FROM losses").fetchall() == [(status.lost_tokens,)]
