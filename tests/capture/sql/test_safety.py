@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -20,12 +22,16 @@ from typer.testing import CliRunner
 import cli.collect
 import cli.sql  # noqa: F401  these add their commands to the app
 from capture.errors import QueryError
-from capture.sql.query import QueryLimits, QuerySession
+from capture.sql.query import QueryLimits, QuerySession, _Watchdog
+from capture.sql.query_process import NICENESS
 from capture.sql.sandbox import landlock_version
 from capture.sql.statement import check_statement, error_place
 from cli.main import app
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import engine
+from tests.capture.sql.computing import cpu_s
+from tests.capture.sql.conftest import LIMITS
+from tests.waiting import PATIENCE_S, until
 
 RUNAWAY = "SELECT sum(a.latency_us + b.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e"
 HUNGRY = "SELECT a.*, b.*, c.slot FROM tokens a, tokens b, tokens c ORDER BY a.slot + c.slot"
@@ -143,10 +149,8 @@ def test_everything_but_reading_the_lake_is_refused(home: Path, session: QuerySe
             query = attack
             for name, value in names.items():
                 query = query.replace(f"{{{name}}}", str(value))
-            started = time.monotonic()
             with pytest.raises(QueryError, match=message):
                 rows(session, query)
-            assert time.monotonic() - started < 2, attack
         assert state(home, session) == before
         with pytest.raises(TimeoutError):  # nobody called
             server.accept()
@@ -235,18 +239,38 @@ def test_without_the_first_wall_the_others_hold(home: Path) -> None:
     assert not list(home.rglob("evil*"))
 
 
+def computed_s(session: QuerySession) -> float:
+    """CPU seconds of query processes: the one there is, and those that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    is_there = session._process.poll() is None
+    return ended.ru_utime + ended.ru_stime + (cpu_s(session._process.pid) if is_there else 0)
+
+
 @pytest.mark.parametrize("query", [RUNAWAY, HUNGRY], ids=["time", "memory"])
 def test_a_runaway_query_is_stopped_within_two_seconds(session: QuerySession, query: str) -> None:
+    """Of computing on each of its two threads: how long that takes is the machine's affair."""
     rows(session, "SELECT 1")  # the process is warm
-    started = time.monotonic()
+    session.limits = replace(LIMITS, timeout_s=1.0)
+    before_s = computed_s(session)
     with pytest.raises(QueryError, match=r"stopped after 1 s|more than its 128 MiB"):
         rows(session, query)
-    assert time.monotonic() - started < 2
+    assert computed_s(session) - before_s < 2 * LIMITS.threads
+    session.limits = LIMITS
     assert rows(session, "SELECT 1 AS a") == [{"a": 1}], "the next query gets a new process"
 
 
+def test_a_query_that_ends_in_time_does_not_lose_its_process(session: QuerySession) -> None:
+    """The watchdog wakes up at the moment in which it is told that all is well."""
+    rows(session, "SELECT 1")
+    watchdog = _Watchdog(session._process, PATIENCE_S)
+    watchdog.cancel()
+    watchdog._fire()
+    assert not watchdog.fired
+    assert session._process.poll() is None
+
+
 def test_memory_that_the_database_does_not_count_is_bounded_too(home: Path) -> None:
-    limits = QueryLimits(memory_mib=128)
+    limits = QueryLimits(timeout_s=PATIENCE_S, memory_mib=128)
     with (
         QuerySession(place_of(home), limits) as session,
         pytest.raises(QueryError, match="more than its 128 MiB"),
@@ -254,23 +278,35 @@ def test_memory_that_the_database_does_not_count_is_bounded_too(home: Path) -> N
         rows(session, "SELECT length(repeat('x', 3000000000))")
 
 
+def once_it_computes(session: QuerySession, act: Callable[[], None]) -> threading.Thread:
+    """A thread that does something in the middle of the next query."""
+    pid = session._process.pid
+    before_s = cpu_s(pid)
+
+    def work() -> None:
+        until(lambda: cpu_s(pid) > before_s + 0.1, "a query that takes time")
+        act()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
 def test_a_query_is_stopped_from_another_thread(session: QuerySession) -> None:
     rows(session, "SELECT 1")
-    timer = threading.Timer(0.2, session.cancel)
-    timer.start()
+    thread = once_it_computes(session, session.cancel)
     with pytest.raises(QueryError, match=r"the query was stopped$"):
         rows(session, RUNAWAY)
-    timer.join()
+    thread.join()
     assert rows(session, "SELECT 1 AS a") == [{"a": 1}]
 
 
 def test_an_interrupted_query_is_not_left_running(session: QuerySession) -> None:
     rows(session, "SELECT 1")
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    thread = once_it_computes(session, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        rows(session, "SELECT count(*) FROM tokens a, tokens b, tokens c, tokens d, tokens e")
-    timer.join()
+        rows(session, RUNAWAY)
+    thread.join()
     assert rows(session, "SELECT 1 AS a") == [{"a": 1}]
 
 
@@ -344,3 +380,9 @@ def test_limits_are_numbers_that_a_machine_can_hold(arguments: tuple[str, str]) 
     result = CliRunner().invoke(app, ["sql", "SELECT 1", *arguments])
     assert result.exit_code == 2
     assert "Invalid value" in result.stderr
+
+
+def test_a_query_gives_way_to_the_engine_and_the_collector(session: QuerySession) -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    there = os.getpriority(os.PRIO_PROCESS, session._process.pid)
+    assert there == min(here + NICENESS, 19)
