@@ -1,7 +1,7 @@
 """Ten minutes of ingest at a fixed rate: loss, memory, lag, commit times, files, open descriptors.
 
 An engine's process, a collector's process as `inferloop collect` runs it (rollup and upkeep on),
-one reader. Nobody waits for anybody: what the collector does not read in time is lost and counted.
+one reader as `inferloop sql` runs it. Nobody waits for anybody: what the collector does not read in time is lost and counted.
 
     python -m benchmarks.soak_ingest [--minutes 10] [--rate 200000]
 """
@@ -26,6 +26,7 @@ from benchmarks.report import report
 from capture.collecting.follower import Status
 from capture.collector import Collector
 from capture.lake import LakePlace, open_connection
+from capture.sql.query_process import NICENESS
 
 SAMPLE_S = 1.0
 SETTLED_SHARE = 0.3  # of the run: caches and arenas have filled, a leak would go on
@@ -72,7 +73,7 @@ def soak(minutes: float, rate: float, home: Path, ring_dir: Path) -> dict[str, A
     open_connection(place, read_only=False).close()
     committed, stop_reader = context.Value("q", 0), context.Event()
     read_results, collect_results = context.Queue(), context.Queue()
-    reader = context.Process(target=read, args=(place, stop_reader, read_results))
+    reader = context.Process(target=read, args=(place, NICENESS, stop_reader, read_results))
     collector = context.Process(target=collect, args=(place, ring_dir, home, collect_results))
     writer = context.Process(target=write, args=(ring_dir, minutes * 60, rate, committed))
     for process in (reader, collector, writer):

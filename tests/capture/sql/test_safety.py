@@ -383,6 +383,7 @@ def test_limits_are_numbers_that_a_machine_can_hold(arguments: tuple[str, str]) 
 
 
 def test_a_query_gives_way_to_the_engine_and_the_collector(session: QuerySession) -> None:
+    assert rows(session, "SELECT 1 AS one") == [{"one": 1}]
     here = os.getpriority(os.PRIO_PROCESS, 0)
     there = os.getpriority(os.PRIO_PROCESS, session._process.pid)
     assert there == min(here + NICENESS, 19)
