@@ -1,7 +1,8 @@
 """Ten minutes of ingest at a fixed rate: loss, memory, lag, commit times, files, open descriptors.
 
 An engine's process, a collector's process as `inferloop collect` runs it (rollup and upkeep on),
-one reader as `inferloop sql` runs it. Nobody waits for anybody: what the collector does not read in time is lost and counted.
+one reader as `inferloop sql` runs it. Nobody waits for anybody: what the collector does not read in
+time is lost and counted.
 
     python -m benchmarks.soak_ingest [--minutes 10] [--rate 200000]
 """
