@@ -6,6 +6,7 @@ too early or not recomputed shows as a wrong token; `expected` says what is righ
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import xxhash
 
 from engine.batch import RowSampling, StepBatch, StepResult, TopLogprobs
 from engine.errors import RunnerError
+from tests.waiting import PATIENCE_S, until
 
 EOS = 256
 VOCAB = 260
@@ -55,7 +57,9 @@ def expected(prompt: Sequence[int], count: int, *, temperature: float = 0.0, see
 
 
 class FakeRunner:
-    """Runs steps on a paged cache of token ids. Tokens left in `script` are drawn first."""
+    """Runs steps on a paged cache of token ids. Tokens left in `script` are drawn first.
+
+    `hold` stops the engine in the middle of a step, so that a test has all the time it needs."""
 
     vocab_size = VOCAB
 
@@ -74,10 +78,30 @@ class FakeRunner:
         self.script: list[int] = []
         self.fail_next = 0
         self.steps: list[StepBatch] = []
+        self._hold_at = 0
+        self._free, self._held = threading.Event(), threading.Event()
+        self._free.set()
         self._cache = np.full(num_blocks * block_size, -1, np.int64)
+
+    def hold(self, *, after: int) -> None:
+        """Let `after` more steps end; the next one waits for `release`."""
+        self._hold_at = len(self.steps) + after
+        self._held.clear()
+        self._free.clear()
+
+    def until_held(self) -> int:
+        """Wait until a step is held; the number of steps begun, that one included."""
+        until(self._held.is_set, "a step is held")
+        return len(self.steps)
+
+    def release(self) -> None:
+        self._free.set()
 
     def run(self, batch: StepBatch) -> StepResult:
         self.steps.append(batch)
+        if len(self.steps) > self._hold_at and not self._free.is_set():
+            self._held.set()
+            self._free.wait(PATIENCE_S)
         if self.delay_s:
             time.sleep(self.delay_s)
         if self.fail_next:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from engine.step import Limits
 from engine.tracer import StepTracer
 from tests.engine.fake_runner import ByteTokenizer, FakeRunner, expected
 from tests.engine.recorder import RecordingWriter
+from tests.waiting import PATIENCE_S, until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -74,10 +74,7 @@ class LiveServer:
 
     def record(self, count: int = 1) -> dict[str, Any]:
         """The `count`th traffic record, once it is there."""
-        deadline = time.monotonic() + 5
-        while len(self.records) < count:
-            assert time.monotonic() < deadline, "no traffic record came"
-            time.sleep(0.002)
+        until(lambda: len(self.records) >= count, f"{count} traffic records")
         return self.records[count - 1]
 
 
@@ -134,11 +131,14 @@ def live_server(runner: Any = None, **options: Any) -> Iterator[LiveServer]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.005)
-    with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
-        yield LiveServer(engine, runner, writer, client, url, server, thread, records)
-    server.should_exit = True
-    thread.join(20)
+    try:
+        until(lambda: server.started or not thread.is_alive(), "the server has started")
+        assert server.started, "the server has ended instead of serving"
+        with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
+            yield LiveServer(engine, runner, writer, client, url, server, thread, records)
+    finally:
+        if isinstance(runner, FakeRunner):
+            runner.release()
+        server.should_exit = True
+        thread.join(PATIENCE_S)
     assert not thread.is_alive(), "the server did not shut down"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,6 +31,7 @@ from engine.step import Limits
 from engine.tracer import TOKEN_NONE, StepTracer
 from tests.engine.fake_runner import EOS, ByteTokenizer, FakeRunner, expected
 from tests.engine.recorder import RecordingWriter
+from tests.waiting import PATIENCE_S, until
 
 Start = Callable[..., Engine]
 
@@ -45,10 +45,12 @@ def writer() -> RecordingWriter:
 def start(writer: RecordingWriter) -> Iterator[Start]:
     """Starts engines on fake runners, and checks at the end that no block was lost."""
     engines: list[Engine] = []
+    runners: list[FakeRunner] = []
 
     def build(runner: FakeRunner | None = None, **options: Any) -> Engine:
+        runners.append(runner or FakeRunner())
         engine = Engine(
-            runner or FakeRunner(),
+            runners[-1],
             ByteTokenizer(),
             limits=options.pop("limits", Limits(max_running=8, token_budget=64)),
             queue_limits=options.pop("queue_limits", QueueLimits(100, 10_000)),
@@ -61,6 +63,8 @@ def start(writer: RecordingWriter) -> Iterator[Start]:
         return engine
 
     yield build
+    for runner in runners:
+        runner.release()
     for engine in engines:
         engine.stop(drain=False)
         if engine.failure is None:
@@ -73,13 +77,6 @@ def make(prompt: str | list[int], max_tokens: int = 8, **options: Any) -> Reques
     params = {k: options.pop(k) for k in list(options) if k in SamplingParams.__slots__}
     params.setdefault("temperature", 0.0)
     return Request(bytes(16), tokens, SamplingParams(max_tokens, **params), **options)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.002)
 
 
 def test_tokens_text_and_reason(start: Start) -> None:
@@ -102,7 +99,7 @@ def test_cold_warm_and_after_abort_give_the_same_tokens(start: Start, length: in
         aborted = engine.submit(make(prompt, 100))
         next(iter(aborted))
         aborted.abort()
-        wait_until(lambda aborted=aborted: aborted.ended)
+        until(lambda aborted=aborted: aborted.ended, "the request has ended")
 
 
 def test_many_requests_on_too_little_memory_are_preempted_and_still_right(
@@ -199,21 +196,23 @@ def test_request_larger_than_the_kv_cache_is_refused_and_others_go_on(start: Sta
     assert len(list(engine.submit(make([1] * 10, 6)))) == 6
 
 
-def test_abort_frees_the_blocks_within_a_step(start: Start, writer: RecordingWriter) -> None:
-    runner = FakeRunner(delay_s=0.002)
+def test_abort_frees_the_blocks_before_the_next_step(start: Start, writer: RecordingWriter) -> None:
+    runner = FakeRunner()
+    runner.hold(after=3)
     engine = start(runner)
     handle = engine.submit(make("abort me please", 400))
     iterator = iter(handle)
     next(iterator)
-    steps = len(runner.steps)
+    steps = runner.until_held()
     handle.abort()
     handle.abort()
+    runner.release()
     with pytest.raises(RequestAborted):
         list(iterator)
-    assert len(runner.steps) <= steps + 2
+    assert len(runner.steps) == steps
     assert engine.pool.used == 0
     handle.close()
-    wait_until(lambda: len(writer.of("finish")) == 1)
+    until(lambda: writer.of("finish"), "the finish frame")
     assert writer.of("finish")[0]["reason"] == "abort"
     assert len(writer.events("aborted")) == 1
 
@@ -221,7 +220,9 @@ def test_abort_frees_the_blocks_within_a_step(start: Start, writer: RecordingWri
 def test_engine_that_fails_twice_over_still_answers_everybody(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
+    runner = FakeRunner()
+    runner.hold(after=1)
+    engine = start(runner)
     first = engine.submit(make("first", 400))
     next(iter(first))
     late: list[RequestHandle] = []
@@ -236,20 +237,24 @@ def test_engine_that_fails_twice_over_still_answers_everybody(
 
     monkeypatch.setattr(engine.scheduler, "end", fail)
     monkeypatch.setattr(engine.scheduler, "schedule", fail_late)
-    wait_until(lambda: bool(late))
+    runner.release()
+    until(lambda: late, "the engine fails")
     for handle in (first, *late):
         with pytest.raises(EngineUnavailable, match="planted"):
             list(handle)
-    wait_until(lambda: not engine.alive)
+    until(lambda: not engine.alive, "the engine ends")
 
 
 def test_failed_step_fails_its_requests_only(start: Start) -> None:
-    runner = FakeRunner(delay_s=0.01)
+    runner = FakeRunner()
+    runner.hold(after=3)
     engine = start(runner, limits=Limits(max_running=1, token_budget=64))
     first = engine.submit(make("first", 50))
     second = engine.submit(make("second", 5))
     next(iter(first))
+    runner.until_held()
     runner.fail_next = 1
+    runner.release()
     with pytest.raises(RequestFailed, match="planted failure"):
         list(first)
     assert [e.token_id for e in second] == expected(list(b"second"), 5)
@@ -272,7 +277,7 @@ def test_device_that_keeps_failing_stops_the_engine_and_nobody_hangs(start: Star
             list(handle)
         errors.append(caught.value)
     assert len(errors) == 6
-    wait_until(lambda: not engine.alive)
+    until(lambda: not engine.alive, "the engine ends")
     assert "planted failure" in str(engine.failure)
     with pytest.raises(EngineUnavailable, match="planted failure"):
         engine.submit(make("more"))
@@ -289,7 +294,7 @@ def test_fault_of_the_engine_itself_answers_everybody(
     monkeypatch.setattr(engine.scheduler, "schedule", broken)
     with pytest.raises(RequestError):
         list(engine.submit(make("x")))
-    wait_until(lambda: not engine.alive)
+    until(lambda: not engine.alive, "the engine ends")
 
 
 def test_damaged_result_fails_the_request_alone(
@@ -314,7 +319,8 @@ def test_damaged_result_fails_the_request_alone(
 def test_queue_bounds_on_requests_and_on_prompt_tokens(
     start: Start, writer: RecordingWriter
 ) -> None:
-    runner = FakeRunner(delay_s=0.005)
+    runner = FakeRunner()
+    runner.hold(after=1)
     limits = Limits(max_running=1, token_budget=64)
     engine = start(runner, limits=limits, queue_limits=QueueLimits(2, 40))
     running = engine.submit(make("runs", 400))
@@ -326,24 +332,29 @@ def test_queue_bounds_on_requests_and_on_prompt_tokens(
     with pytest.raises(QueueFull, match="the limit is 2") as caught:
         engine.submit(make("x"))
     assert 1 <= caught.value.retry_after_s <= 60
-    wait_until(lambda: len(writer.events("rejected")) == 2)
+    runner.release()
+    until(lambda: len(writer.events("rejected")) == 2, "both refusals are traced")
 
 
 def test_stop_drains_what_runs_and_refuses_what_comes(start: Start) -> None:
-    engine = start(FakeRunner(delay_s=0.002))
+    runner = FakeRunner()
+    runner.hold(after=3)
+    engine = start(runner)
     handle = engine.submit(make("drain", 30))
+    runner.until_held()
     waiter = threading.Thread(target=engine.stop)
     waiter.start()
-    wait_until(lambda: engine.draining)
+    until(lambda: engine.draining, "the stop has begun")
     with pytest.raises(EngineUnavailable, match="shutting down"):
         engine.submit(make("late"))
+    runner.release()
     assert len(list(handle)) == 30
-    waiter.join(5)
+    waiter.join(PATIENCE_S)
     assert not waiter.is_alive()
 
 
 def test_stop_past_its_deadline_answers_the_rest(start: Start) -> None:
-    engine = start(FakeRunner(delay_s=0.01))
+    engine = start(FakeRunner(delay_s=0.05))
     handle = engine.submit(make("slow", 400))
     engine.stop(timeout_s=0.05)
     with pytest.raises(EngineUnavailable, match="shutting down"):
@@ -370,7 +381,7 @@ def test_trace_accounts_for_every_token(start: Start, writer: RecordingWriter) -
     for handle in handles:
         list(handle)
         handle.close(serialized_ns=1, flushed_ns=2)
-    wait_until(lambda: len(writer.of("finish")) == 3)
+    until(lambda: len(writer.of("finish")) == 3, "three finish frames")
     assert [call["prompt_tokens"] for call in writer.of("request")] == [5, 40, 100]
     for finish in writer.of("finish"):
         assert finish["reason"] == "length"
@@ -398,11 +409,14 @@ def test_trace_accounts_for_every_token(start: Start, writer: RecordingWriter) -
 def test_request_that_ends_while_it_waits_is_in_the_trace(
     start: Start, writer: RecordingWriter
 ) -> None:
-    engine = start(FakeRunner(delay_s=0.005), limits=Limits(max_running=1, token_budget=64))
+    runner = FakeRunner()
+    runner.hold(after=1)
+    engine = start(runner, limits=Limits(max_running=1, token_budget=64))
     next(iter(engine.submit(make("runs", 400))))
     waiting = engine.submit(make("waits", 5))
     waiting.close()
-    wait_until(lambda: len(writer.of("finish")) == 1)
+    runner.release()
+    until(lambda: writer.of("finish"), "the finish frame")
     assert [call["slot"] for call in writer.of("request")] == [0, 1]
     assert writer.of("finish")[0]["first_token_ns"] == 0
 
@@ -439,15 +453,17 @@ def policy(adjustment: int, **changes: Any) -> Policy:
 def test_policy_reload_changes_the_order_of_service_and_says_so(
     start: Start, writer: RecordingWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.following.POLL_S", 0.01)
-    path = tmp_path / "policy.json"
-    engine = start(FakeRunner(delay_s=0.003), limits=Limits(1, 64), policy_path=path)
+    monkeypatch.setattr("engine.following.POLL_S", 0.0)
+    path, runner = tmp_path / "policy.json", FakeRunner()
+    runner.hold(after=1)
+    engine = start(runner, limits=Limits(1, 64), policy_path=path)
     blocker = engine.submit(make("blocks", 60, priority=100))
     next(iter(blocker))
     bad = engine.submit(make("bad one", 3, class_key="bad/chat/-"))
     good = engine.submit(make("good one", 3, class_key="good/chat/-"))
+    runner.until_held()
     write_policy(path, policy(-30))
-    wait_until(lambda: bool(writer.events("policy_reloaded")))
+    runner.release()
     list(bad)
     list(good)
     assert good.request.admitted_ns < bad.request.admitted_ns
@@ -464,12 +480,14 @@ def test_policy_is_followed_while_idle_and_a_broken_file_means_neutral(
     path = tmp_path / "policy.json"
     engine = start(policy_path=path)
     write_policy(path, policy(-30))
-    wait_until(lambda: len(writer.events("policy_reloaded")) == 1)
+    until(lambda: writer.events("policy_reloaded"), "the policy is followed")
     handle = engine.submit(make("x", class_key="bad/chat/-"))
     list(handle)
     assert handle.request.effective == 20
-    path.write_text("{")
-    wait_until(lambda: len(writer.events("policy_reloaded")) == 2)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    broken.rename(path)
+    until(lambda: len(writer.events("policy_reloaded")) == 2, "the broken policy is noticed")
     handle = engine.submit(make("x", class_key="bad/chat/-"))
     list(handle)
     assert handle.request.effective == 50

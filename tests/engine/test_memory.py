@@ -7,6 +7,7 @@ stand in for a device.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
         monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
-        monkeypatch.setattr(memory.time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(memory.time, "perf_counter", lambda: self.now_s)
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
+        monkeypatch.setattr(memory, "time", clock)
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
         assert not include_traces

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
@@ -117,7 +120,9 @@ def test_the_format_is_the_one_asked_for(accept: str, openmetrics: bool) -> None
 
 def test_a_bucket_gets_a_new_exemplar_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("engine.histogram.time.monotonic", lambda: now_s)
+    monkeypatch.setattr(
+        "engine.histogram.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time)
+    )
     histogram = ArrayHistogram("inferloop:x_seconds", "X.", (1.0,), {"engine": "0"})
     named = []
 

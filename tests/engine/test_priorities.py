@@ -20,6 +20,7 @@ from engine.priorities import (
     PolicyFile,
     write_policy,
 )
+from tests.waiting import PATIENCE_S
 
 NOW = datetime(2026, 11, 29, 12, tzinfo=UTC)
 ENTRY = {"adjustment": -1, "labels": 30, "score": 0.4, "upper": 0.45, "basis": "expert"}
@@ -150,7 +151,7 @@ def test_pipe_in_place_of_the_file_does_not_block_the_engine(tmp_path: Path) -> 
     poller = threading.Thread(target=lambda: changes.append(PolicyFile(path).poll(NOW)))
     poller.daemon = True
     poller.start()
-    poller.join(5)
+    poller.join(PATIENCE_S)
     assert not poller.is_alive()
     assert changes[0] is not None
     assert "not a regular file" in changes[0].reason

@@ -579,7 +579,8 @@ def test_ten_thousand_random_operations_conserve_blocks(pool: tuple[int, int]) -
 
 
 def test_step_stays_cheap_with_many_running_and_waiting() -> None:
-    """Budget 100 us with 256 running and 10,000 waiting; the bound here is loose, for slow CI."""
+    """Budget 100 us with 256 running and 10,000 waiting; the bound here is loose, for slow CI, and
+    on the time that the step itself had a processor."""
     sim = Simulation(blocks=20_000, max_running=256, token_budget=1024)
     for i in range(10_256):
         sim.add(30, 200 + i % 50, tenant=f"t{i % 40}", priority=i % 3 * 25)
@@ -588,9 +589,9 @@ def test_step_stays_cheap_with_many_running_and_waiting() -> None:
     assert sim.scheduler.running > 180
     times = []
     for _ in range(100):
-        began = time.perf_counter()
+        began = time.thread_time()
         step = sim.scheduler.schedule(sim.now_ns)
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
         assert step is not None
         sim.scheduler.commit(step, [7] * step.rows)
     assert statistics.median(times) < 1e-3

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine.live_server import LiveServer, live_server
+from tests.waiting import until
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_server() -> Iterator[LiveServer]:
     with live_server() as server:
         yield server
@@ -17,6 +18,8 @@ def shared_server() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def server(shared_server: LiveServer) -> Iterator[LiveServer]:
+    tasks = shared_server.uvicorn.server_state.tasks
+    until(lambda: not tasks, "the test before has left its traffic records")
     shared_server.records.clear()
     shared_server.runner.script.clear()
     yield shared_server

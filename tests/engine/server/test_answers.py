@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from tests.engine.live_server import (
     live_server,
     text_of,
 )
+from tests.waiting import until
 
 
 def test_completion_has_openai_shape(server: LiveServer) -> None:
@@ -182,9 +182,11 @@ def test_traceparent_that_is_not_valid_is_ignored(server: LiveServer, bad: str) 
 def test_every_request_leaves_a_valid_traffic_record(server: LiveServer) -> None:
     headers = {"X-Conversation": "c1", "X-Tenant": "acme", "Authorization": "Bearer secret"}
     server.client.post(CHAT, json=chat(logprobs=True), headers=headers)
+    server.record(1)
     server.client.post(TEXT, json=body(stream=True))
-    server.client.post(TEXT, json=body(max_tokens=508))
+    server.record(2)
     server.client.post(TEXT, content=b"{")
+    server.client.post(TEXT, json=body(max_tokens=508))
     server.record(3)
     good, streamed, refused = [TrafficRecord.model_validate(record) for record in server.records]
     assert good.conversation_id == "c1"
@@ -207,17 +209,19 @@ def test_only_mirrored_conversations_are_recorded_and_with_alternatives() -> Non
             )
             top = answer.json()["choices"][0]["logprobs"]["top_logprobs"]
             assert [len(position) for position in top] == [1] * 5
+        until(lambda: mirror.records and mirror.skipped, "both requests are accounted for")
     (kept,) = mirror.records
     assert [len(item["token_ids"]) for item in kept["top"]] == [5] * 5
     assert mirror.skipped == ["not_sampled"]
 
 
 def test_finish_times_reach_the_trace_in_order(server: LiveServer) -> None:
-    server.writer.calls.clear()
-    server.client.post(TEXT, json=body(stream=True))
-    while not server.writer.of("finish"):
-        time.sleep(0.002)
-    finish = server.writer.of("finish")[0]
+    answer = server.client.post(TEXT, json=body(stream=True))
+    request_id = bytes.fromhex(answer.headers["x-request-id"])
+    (slot,) = [r["slot"] for r in server.writer.of("request") if r["request_id"] == request_id]
+    (finish,) = until(
+        lambda: [f for f in server.writer.of("finish") if f["slot"] == slot], "the finish frame"
+    )
     names = ("admitted", "first_token", "last_token", "detokenized", "serialized", "flushed")
     times = [finish[f"{name}_ns"] for name in names]
     assert times == sorted(times)

@@ -11,6 +11,7 @@ import pytest
 
 from engine.runner import LoadedModel
 from tests.engine.live_server import CHAT, TEXT, LiveServer, chunks, live_server
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.model
 
@@ -46,7 +47,7 @@ def test_greedy_answers_do_not_depend_on_company_or_on_the_cache(smollm: LiveSer
     alone = [ids(smollm.client.post(CHAT, json=request)) for request in requests]
 
     def ask(request: dict[str, Any]) -> list[int]:
-        return ids(httpx.post(smollm.url + CHAT, json=request, trust_env=False, timeout=60))
+        return ids(httpx.post(smollm.url + CHAT, json=request, trust_env=False, timeout=PATIENCE_S))
 
     with ThreadPoolExecutor(7) as pool:
         assert list(pool.map(ask, requests)) == alone
