@@ -74,7 +74,7 @@ class Attendance:
                 self._made = True
             self._write(cursor, lag_bytes)
         except FileNotFoundError:
-            pass  # the ring was removed, and this folder with it
+            self._made = False  # the ring was removed, or the last reader before this one just left
         except OSError as error:
             if not self._said:
                 self._said = True

@@ -5,6 +5,9 @@ after it that many are started one after the other and killed at random moments 
 they need not be imported each time). With a catalog's URL after it, it works on that lake, with
 files in HOME. They commit, merge, roll up and clean far more often than the real one, so that a
 kill at any time falls near a commit and several of them get in each other's way.
+
+Each says `ready` once it is at work, `waiting` when it first waits for the lake, and `stopping`
+when it waits for it although it was told to stop. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import time
 from pathlib import Path
 
 from capture import collector
-from capture.collecting import rollup_schedule, upkeep
+from capture.collecting import lake_writer, rollup_schedule, upkeep
 from capture.collecting.follower import Status
 from capture.lake import LakePlace
 
 
 def collect(home: Path, ring_dir: Path, ready: int, catalog: str | None = None) -> None:
     collector.COMMIT_S, collector.COMMIT_TOKENS = 0.02, 3000
+    lake_writer.STOP_PATIENCE_S = 120.0
     upkeep.MERGE_COMMITS = 5
     if catalog is not None:
         collector.COMMIT_S = 0.1
@@ -32,11 +36,16 @@ def collect(home: Path, ring_dir: Path, ready: int, catalog: str | None = None) 
         rollup_schedule.ROLLUP_S = 0.5
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    told: list[int] = []
+    parent, told = os.getppid(), set[str]()
 
-    def tell(_: Status) -> None:
-        if not told:
-            told.append(os.write(ready, b"ready\n"))
+    def tell(status: Status) -> None:
+        if os.getppid() != parent:
+            stop.set()
+        waits = status.waiting_for is not None
+        holds = {"ready": True, "waiting": waits, "stopping": waits and stop.is_set()}
+        for word in [word for word, is_true in holds.items() if is_true and word not in told]:
+            told.add(word)
+            os.write(ready, f"{word}\n".encode())
 
     collector.Collector(
         LakePlace(catalog or str(home / "catalog.sqlite"), str(home / "data")),

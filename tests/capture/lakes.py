@@ -13,6 +13,7 @@ from pathlib import Path
 
 from capture.collector import Collector
 from capture.lake import LakePlace
+from tests.capture.children import started
 
 
 def place_of(home: Path) -> LakePlace:
@@ -45,7 +46,7 @@ def foreign_lock(place: LakePlace) -> Iterator[None]:
     """Another process holds the catalog's write lock. (POSIX locks do not work within one.)"""
     code = (
         "import sqlite3, sys\n"
-        "catalog = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "catalog = sqlite3.connect(sys.argv[1], timeout=60, isolation_level=None)\n"
         "catalog.execute('BEGIN IMMEDIATE')\n"
         "print('locked', flush=True)\n"
         "sys.stdin.read()\n"
@@ -60,12 +61,14 @@ def foreign_lock(place: LakePlace) -> Iterator[None]:
 
 
 def start_collector(home: Path, rings: Path) -> subprocess.Popen[str]:
-    """A collector in a process of its own, at work."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.capture.collect_process", str(home), str(rings)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    """A collector in a process of its own, at work; `said` reads what it says then."""
+    command = [sys.executable, "-m", "tests.capture.collect_process", home, rings]
+    process = started(command, stdout=subprocess.PIPE)
+    assert said(process) == "ready"
     return process
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """The next line of a process; empty when it has ended."""
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip()

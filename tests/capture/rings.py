@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -45,22 +42,6 @@ def read_all(reader: RingReader) -> int:
             return delivered
         check_numbered(batch)
         delivered += len(batch)
-
-
-def forked(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process that exits without cleaning up; its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        work()
-    finally:
-        os._exit(0)
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def write_step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 
 from capture.reader import Cursor, discover
 from capture.rings.attendance import Attendance, attending, readers_directory, remove_ring
-from tests.capture.rings import forked, kill, new_ring
+from tests.capture.children import forked, kill
+from tests.capture.rings import new_ring
 
 CURSOR = Cursor(sequence=10, tokens=300, position=640, lost_frames=2, lost_tokens=30)
 
@@ -23,6 +25,7 @@ def test_a_reader_is_known_until_it_leaves(tmp_path: Path) -> None:
     ring = new_ring(tmp_path)
     collector, top = Attendance(ring.path, "collector"), Attendance(ring.path, "top")
     assert attending(ring.path) == []
+    before_s = time.monotonic()
     top.report(Cursor(), 5)
     collector.report(CURSOR, 128)
     first, second = attending(ring.path)
@@ -32,7 +35,7 @@ def test_a_reader_is_known_until_it_leaves(tmp_path: Path) -> None:
         CURSOR,
         128,
     )
-    assert first.seen_ago_s < 5
+    assert 0 <= first.seen_ago_s <= time.monotonic() - before_s
     assert second.name == "top"
     collector.leave()
     top.leave()
@@ -64,7 +67,7 @@ def test_a_killed_reader_is_dropped_and_its_note_removed(tmp_path: Path) -> None
     def follow() -> None:
         Attendance(ring.path, "top").report(CURSOR, 0)
         os.write(told, b"x")
-        time.sleep(60)
+        signal.pause()
 
     pid = forked(follow)
     os.read(ready, 1)
@@ -82,15 +85,20 @@ def test_a_reader_of_an_earlier_boot_is_dropped(tmp_path: Path) -> None:
     assert attending(ring.path) == []
 
 
-def test_a_reader_in_another_container_is_known_while_it_reports(tmp_path: Path) -> None:
+def test_a_reader_in_another_container_is_known_while_it_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its pid says nothing here: only that it was heard of lately does."""
+    now_ns = 1000 * 10**9
+    monkeypatch.setattr("capture.rings.attendance.time.monotonic_ns", lambda: now_ns)
     ring = new_ring(tmp_path)
     Attendance(ring.path, "top").report(CURSOR, 0)
     [path] = readers_directory(ring.path).iterdir()
     note = json.loads(path.read_text()) | {"namespace": 7, "pid": 4_000_000}
     path.write_text(json.dumps(note))
+    now_ns += 29 * 10**9
     assert len(attending(ring.path)) == 1
-    path.write_text(json.dumps(note | {"seen_ns": max(0, note["seen_ns"] - 31_000_000_000)}))
+    now_ns += 2 * 10**9
     assert attending(ring.path) == []
     assert path.exists(), "it may only be stopped: its note is its own"
 
@@ -99,13 +107,13 @@ def test_a_step_of_the_wall_clock_does_not_change_when_a_reader_was_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring = new_ring(tmp_path)
+    before_s, now_ns = time.monotonic(), time.time_ns()
     Attendance(ring.path, "top").report(CURSOR, 0)
-    now_ns = time.time_ns()
     for step_s in (-240, 240):
         stepped_ns = now_ns + step_s * 10**9
         monkeypatch.setattr("capture.rings.attendance.time.time_ns", lambda at=stepped_ns: at)
         [reader] = attending(ring.path)
-        assert reader.seen_ago_s < 5
+        assert 0 <= reader.seen_ago_s <= time.monotonic() - before_s
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_notes_with_impossible_numbers_are_passed_over(
     assert attending(ring.path) == []
 
 
-@pytest.mark.timeout(5)
+@pytest.mark.timeout(60)
 def test_a_named_pipe_among_the_notes_makes_nobody_wait(tmp_path: Path) -> None:
     ring = new_ring(tmp_path)
     readers_directory(ring.path).mkdir()
@@ -184,6 +192,30 @@ def test_a_removed_ring_takes_its_notes_along_and_they_do_not_come_back(
     reader.report(CURSOR, 0)
     late.report(CURSOR, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_comes_while_the_last_one_leaves_is_known_soon_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that leaves takes the folder away when the other has made sure that it is there."""
+    now = 0.0
+    monkeypatch.setattr("capture.rings.attendance.time.monotonic", lambda: now)
+    ring = new_ring(tmp_path)
+    leaving, coming = Attendance(ring.path, "top"), Attendance(ring.path, "collector")
+    leaving.report(CURSOR, 0)
+    write = coming._write
+
+    def write_late(cursor: Cursor, lag_bytes: int) -> None:
+        leaving.leave()
+        write(cursor, lag_bytes)
+
+    monkeypatch.setattr(coming, "_write", write_late)
+    coming.report(CURSOR, 0)
+    assert attending(ring.path) == []
+    now = 1.0
+    monkeypatch.setattr(coming, "_write", write)
+    coming.report(CURSOR, 0)
+    assert [reader.name for reader in attending(ring.path)] == ["collector"]
 
 
 def test_attendance_needs_no_heavy_library() -> None:

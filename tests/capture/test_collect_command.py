@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,9 @@ from typer.testing import CliRunner
 import cli.collect
 import cli.sql  # noqa: F401  these add their commands to the app
 from cli.main import app
+from tests.capture import children
 from tests.capture.rings import engine
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -31,12 +34,18 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def started(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     """`inferloop collect` as a process of its own."""
     code = f"import cli.collect, cli.sql; from cli.main import app; app({['collect', *arguments]})"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
+    return children.started(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, stderr=subprocess.PIPE
     )
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    """Read what the process says until a line with `text`."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    while text not in "".join(lines[-1:]):
+        lines.append(process.stderr.readline())
+        assert lines[-1], f"it ended and said {lines}"
 
 
 def test_once_drains_says_what_it_did_and_ends(environment: dict[str, str], tmp_path: Path) -> None:
@@ -59,13 +68,11 @@ def test_quiet_is_quiet(environment: dict[str, str]) -> None:
 def test_a_signal_drains_and_ends_cleanly(
     environment: dict[str, str], tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = started(environment)
     ring = engine(tmp_path / "rings", requests=4, steps=25)
-    deadline = time.monotonic() + 30
-    while "1 ring, 100 tokens" not in (line := (process.stderr or sys.stdin).readline()):
-        assert time.monotonic() < deadline, line
+    process = started(environment)
+    wait_for_line(process, "1 ring, 100 tokens")
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert "stopped: 1 ring, 100 tokens" in errors
     ring.close()
@@ -84,33 +91,38 @@ def test_a_second_one_is_told_who_has_the_rings(
     assert getattr(result.exception, "exit_code", None) == 1
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port to listen on that no other program is given meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def test_metrics_and_health_are_served_while_it_runs(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    port = free_port()
-    process = started(environment, "--metrics-port", str(port))
     ring = engine(tmp_path / "rings", requests=4, steps=25)
-    try:
-        assert process.stderr is not None
-        while "1 ring, 100 tokens" not in (line := process.stderr.readline()):
-            assert line
-        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        health = httpx.get(f"http://127.0.0.1:{port}/health")
-        nothing = httpx.get(f"http://127.0.0.1:{port}/")
-        with_parameter = httpx.get(f"http://127.0.0.1:{port}/health?from=probe")
-    finally:
+    with reserved_port() as port:
+        process = started(environment, "--metrics-port", str(port))
+        wait_for_line(process, "1 ring, 100 tokens")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+
+            def committed() -> dict[str, str]:
+                text = client.get("/metrics").text
+                found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+                return found if float(found["inferloop:collector_commit_seconds_count"]) else {}
+
+            values = until(committed, "a commit in the metrics")
+            health = client.get("/health")
+            nothing = client.get("/")
+            with_parameter = client.get("/health?from=probe")
         process.terminate()
-        process.communicate(timeout=30)
-    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[0] != "#")
+        process.communicate(timeout=PATIENCE_S)
     assert float(values["inferloop:collector_tokens_total"]) == 100
     assert float(values["inferloop:collector_lost_tokens_total"]) == 0
     assert float(values["inferloop:collector_waiting"]) == 0
-    assert float(values["inferloop:collector_commit_seconds_count"]) >= 1
     engine_id = ring.path.stem
     assert float(values[f'inferloop:collector_lag_bytes{{engine_id="{engine_id}"}}']) == 0
     assert (health.status_code, health.json()["status"]) == (200, "ok")
@@ -135,16 +147,16 @@ def test_systemd_is_told_ready_alive_and_stopping(
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(30)
+        systemd.settimeout(PATIENCE_S)
+        ring = engine(tmp_path / "rings", requests=4, steps=25)
         process = started({**environment, "NOTIFY_SOCKET": str(tmp_path / "notify")})
         told = [systemd.recv(4096).decode()]
-        ring = engine(tmp_path / "rings", requests=4, steps=25)
         while "1 ring, 100 tokens" not in told[-1]:
             told.append(systemd.recv(4096).decode())
         process.terminate()
         while "STOPPING=1" not in told:
             told.append(systemd.recv(4096).decode())
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_S)
     assert told[0] == "READY=1"
     assert "WATCHDOG=1\nSTATUS=1 ring, 100 tokens" in "\n".join(told)
     assert process.returncode == 0

@@ -15,7 +15,9 @@ import pytest
 from capture.reader import RingReader, discover
 from capture.ring import STATE, RingWriter
 from capture.rings.liveness import ProcessIdentity, liveness, pid_namespace
-from tests.capture.rings import forked, kill, new_ring, numbered, read_all
+from tests.capture.children import forked, kill, started
+from tests.capture.rings import new_ring, numbered, read_all
+from tests.waiting import until
 
 MARK = 8
 ENGINE = """
@@ -52,10 +54,10 @@ def test_a_copy_of_a_living_ring_has_no_writer(tmp_path: Path) -> None:
 def test_a_writer_in_another_container_is_alive_until_it_dies(tmp_path: Path) -> None:
     """Its pid means another process here, or none: the lock decides."""
     path = tmp_path / "x.ring"
-    engine = subprocess.Popen(
+    engine = started(
         ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child",
-         sys.executable, "-c", ENGINE, str(path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+         sys.executable, "-c", ENGINE, path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert engine.stdout is not None
     if engine.stdout.readline() != "1\n":
@@ -70,9 +72,7 @@ def test_a_writer_in_another_container_is_alive_until_it_dies(tmp_path: Path) ->
     assert "not visible from here" in state.reason
     engine.kill()
     engine.communicate()
-    deadline = time.monotonic() + 5
-    while reader.writer_alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not reader.writer_alive(), "the end of what ran in the container")
     assert reader.writer_state().reason == "its process is gone: nobody holds the file's lock"
     assert reader.read().tokens == 0
 
@@ -100,9 +100,13 @@ def test_a_forked_child_lets_the_engine_die(tmp_path: Path) -> None:
     def work() -> None:
         ring = new_ring(tmp_path)
         ring.append(MARK, 1, numbered(0, 64))
-        worker = forked(lambda: time.sleep(60))
-        os.write(tell, worker.to_bytes(4, "little"))
-        time.sleep(60)
+        forked(outlive)
+        signal.pause()
+
+    def outlive() -> None:
+        """The worker, which tells that it runs: it has let the ring go by then."""
+        os.write(tell, os.getpid().to_bytes(4, "little"))
+        time.sleep(600)
 
     engine = forked(work)
     worker = int.from_bytes(os.read(told, 4), "little")
@@ -125,9 +129,9 @@ def test_a_child_that_still_holds_the_lock_does_not_count_as_the_engine(tmp_path
     def work() -> None:
         ring = new_ring(tmp_path)
         inherited = os.dup(ring._descriptor)
-        worker = forked(lambda: time.sleep(60))
+        worker = forked(lambda: time.sleep(600))
         os.write(tell, worker.to_bytes(4, "little"))
-        time.sleep(60)
+        signal.pause()
         os.close(inherited)
 
     engine = forked(work)
@@ -174,7 +178,7 @@ def test_a_child_forked_while_a_frame_is_filled_does_not_close_the_ring_either(
         done.wait()
         part.release()
 
-    thread = threading.Thread(target=fill)
+    thread = threading.Thread(target=fill, daemon=True)
     thread.start()
     filling.wait()
     pid = forked(ring.close)
@@ -201,6 +205,7 @@ def test_what_an_engine_killed_at_its_start_left_is_removed(
         monkeypatch.setattr(os, "link", link)
         new_ring(tmp_path)
 
+    monkeypatch.setattr("capture.reader.LEFTOVER_S", 3600.0)
     os.waitpid(forked(work), 0)
     [leftover] = tmp_path.glob(".*.tmp")
     assert len(discover(tmp_path)) == linked

@@ -27,16 +27,9 @@ from capture.errors import (
 from capture.frames import TraceWriter
 from capture.reader import RingReader, discover
 from capture.ring import HEADER_BYTES, INTENT, MIN_CAPACITY, TAIL, RingWriter
-from tests.capture.rings import (
-    MIB,
-    check_numbered,
-    forked,
-    kill,
-    new_ring,
-    numbered,
-    read_all,
-    write_step,
-)
+from tests.capture.children import end, forked, kill, until_told
+from tests.capture.rings import MIB, check_numbered, new_ring, numbered, read_all, write_step
+from tests.waiting import until
 
 MARK = 8
 
@@ -387,27 +380,29 @@ def test_a_zombie_and_a_reused_pid_are_dead_writers(tmp_path: Path) -> None:
 
 
 def test_a_reader_at_the_heels_of_a_fast_writer_on_a_tiny_ring(tmp_path: Path) -> None:
+    """Now and then the readers wait until they are lapped, else they are as close as they can."""
+
     def work() -> None:
         ring = new_ring(tmp_path, MIN_CAPACITY)
-        end = time.monotonic() + 1.5
         rng = random.Random(5)
         sizes = [rng.randrange(8, 3000) for _ in range(997)]
-        while time.monotonic() < end:
-            append(ring, sizes[ring.counters.frames % 997])
+        until_told(lambda: append(ring, sizes[ring.counters.frames % 997]))
         ring.close()
 
     pid = forked(work)
-    while not discover(tmp_path):
-        time.sleep(0.001)
-    readers = [RingReader(discover(tmp_path)[0]) for _ in range(2)]
+    path = until(lambda: discover(tmp_path), "the ring")[0]
+    readers = [RingReader(path) for _ in range(2)]
     delivered = [0, 0]
-    while not readers[0].closed_by_writer:
+    for round_ in range(800):
+        if round_ % 100 == 50:
+            lapped = readers[0].cursor.position + 2 * MIN_CAPACITY
+            until(lambda at=lapped: readers[0].written_bytes > at, "two laps of the writer")
         for index, reader in enumerate(readers):
             batch = reader.read(64 * 1024)
             check_numbered(batch)
             delivered[index] += len(batch)
         time.sleep(0.0005)
-    os.waitpid(pid, 0)
+    end(pid)
     for index, reader in enumerate(readers):
         delivered[index] += read_all(reader)
         assert delivered[index] + reader.cursor.lost_frames == reader.written[0]
@@ -433,10 +428,9 @@ def test_a_hundred_killed_writers(tmp_path: Path) -> None:
                 append(ring, sizes[ring.counters.frames % 251])
 
         pid = forked(work)
-        while not discover(directory):
-            time.sleep(0.0005)
-        path = discover(directory)[0]
+        path = until(lambda at=directory: discover(at), "the ring", poll_s=0.0005)[0]
         reader = RingReader(path)
+        until(lambda of=reader: of.written[0], "its first frame", poll_s=0.0005)
         time.sleep(chance.random() * 0.01)
         delivered = read_all(reader) if number % 2 else 0
         kill(pid)

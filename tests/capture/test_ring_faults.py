@@ -17,16 +17,8 @@ from capture.errors import RingError, RingIncompleteError
 from capture.frames import TraceWriter
 from capture.reader import RingReader, discover
 from capture.ring import FRAME_HEADER_BYTES, MIN_CAPACITY, RingWriter
-from tests.capture.rings import (
-    check_numbered,
-    engine,
-    forked,
-    kill,
-    new_ring,
-    numbered,
-    read_all,
-    write_step,
-)
+from tests.capture.children import forked, kill
+from tests.capture.rings import check_numbered, engine, new_ring, numbered, read_all, write_step
 
 MARK = 8
 FIT = MIN_CAPACITY // 128  # frames of 64 bytes of payload in the smallest ring
@@ -119,23 +111,19 @@ def test_an_engine_stopped_inside_a_frame_is_waited_for_and_followed_on(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("capture.reader.STALL_S", 0.0)
     pid = stopped_inside_a_frame(tmp_path, prepare, 1000, spoil=spoil)
-    try:
-        reader = RingReader(discover(tmp_path)[0])
-        late = RingReader(reader.path)
-        delivered = read_all(reader)
-        counted = reader.cursor
-        for _ in range(50):
-            assert len(reader.read()) == 0
-            assert reader.cursor == counted, "waiting changes no count"
-        assert reader.writer_alive()
-        assert delivered + counted.lost_frames == reader.written[0]
-        assert (counted.corrupt_frames, counted.torn_frames) == (0, 0)
-        assert (delivered == 10) == (prepare is few)
-        os.kill(pid, signal.SIGCONT)
-        os.waitpid(pid, 0)
-    except BaseException:
-        kill(pid)
-        raise
+    reader = RingReader(discover(tmp_path)[0])
+    late = RingReader(reader.path)
+    delivered = read_all(reader)
+    counted = reader.cursor
+    for _ in range(50):
+        assert len(reader.read()) == 0
+        assert reader.cursor == counted, "waiting changes no count"
+    assert reader.writer_alive()
+    assert delivered + counted.lost_frames == reader.written[0]
+    assert (counted.corrupt_frames, counted.torn_frames) == (0, 0)
+    assert (delivered == 10) == (prepare is few)
+    os.kill(pid, signal.SIGCONT)
+    os.waitpid(pid, 0)
     assert read_all(reader) == 21
     assert reader.cursor.lost_frames == counted.lost_frames
     for one in (reader, late):
@@ -181,7 +169,7 @@ def test_readers_attach_and_leave_while_the_engine_writes(tmp_path: Path) -> Non
         while not stop.is_set():
             append(ring, 200)
 
-    thread = threading.Thread(target=write)
+    thread = threading.Thread(target=write, daemon=True)
     thread.start()
     try:
         for _ in range(100):

@@ -28,7 +28,8 @@ from capture.rings.ring_files import find_ring, opened_ring
 from capture.rings.ring_label import unpack_label
 from capture.rings.ring_report import inspect, summaries
 from cli.main import app, load_commands
-from tests.capture.rings import engine, forked, kill, new_ring, write_request, write_step
+from tests.capture.children import forked, kill
+from tests.capture.rings import engine, new_ring, write_request, write_step
 
 load_commands()
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import UUID
@@ -29,9 +30,13 @@ from capture.rings.ring_report import summaries
 from capture.watch import Watch
 from cli.main import app, load_commands
 from cli.top_view import watch_view
-from tests.capture.rings import MIB, engine, forked, kill, new_ring, write_request, write_step
+from tests.capture.children import forked, kill
+from tests.capture.rings import MIB, engine, new_ring, write_request, write_step
+from tests.waiting import PATIENCE_S
 
 load_commands()
+LONG_S = 600.0
+"""A window from which no frame falls out during a test."""
 
 
 def inferloop(home: Path, *arguments: str) -> Result:
@@ -52,7 +57,7 @@ def test_engines_that_start_run_and_end_while_watched(
     monkeypatch.setattr("capture.watch.DISCOVER_S", 0.0)
     left = engine(rings, requests=1, steps=1)
     left.close()
-    with Watch(rings) as watch:
+    with Watch(rings, LONG_S) as watch:
         watch.poll(1)
         assert watch.view().engines == []
         assert watch.view().waiting_rings == 1
@@ -85,11 +90,11 @@ def test_a_crash_is_shown_as_one(rings: Path) -> None:
     def work() -> None:
         engine(rings, requests=1, steps=3)
         os.write(tell, b"x")
-        time.sleep(60)
+        signal.pause()
 
     pid = forked(work)
     os.read(told, 1)
-    with Watch(rings) as watch:
+    with Watch(rings, LONG_S) as watch:
         watch.poll(1)
         kill(pid)
         watch.poll(1)
@@ -153,7 +158,7 @@ def test_what_is_too_fast_is_sampled_and_counted(
     ring = new_ring(rings, 16 * MIB)
     trace = TraceWriter(ring)
     trace.engine({"model": "tiny"})
-    with Watch(rings) as watch:
+    with Watch(rings, LONG_S) as watch:
         watch.poll(1)
         for step_id in range(600):
             write_step(trace, step_id, 256)
@@ -183,34 +188,35 @@ def test_skipping_keeps_the_account_of_a_reader(rings: Path) -> None:
     assert reader.cursor.lost_frames == gap.frames
 
 
-def test_a_living_engine_is_followed_at_speed(rings: Path) -> None:
-    """Nothing is lost or skipped while a writer and the view share the machine."""
+def test_a_living_engine_is_followed_at_speed(rings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost or counted twice while it writes; a token costs what it does in writing."""
+    monkeypatch.setattr("capture.watch.KEEP_BYTES", 32 * MIB)
     ring = new_ring(rings, 32 * MIB)
     trace = TraceWriter(ring)
-    stop = threading.Event()
+    writing_s = reading_s = 0.0
 
     def write() -> None:
-        step_id = 0
-        while not stop.is_set():
-            for _ in range(10):
-                write_step(trace, step_id, 256)
-                step_id += 1
-            time.sleep(0.01)
+        nonlocal writing_s
+        for step_id in range(1000):
+            write_step(trace, step_id, 256)
+            if step_id % 10 == 0:
+                time.sleep(0.01)
+        writing_s = time.thread_time()
 
     thread = threading.Thread(target=write)
     thread.start()
-    with Watch(rings) as watch:
-        end = time.monotonic() + 1
-        while time.monotonic() < end:
+    with Watch(rings, LONG_S) as watch:
+        while thread.is_alive():
+            before_s = time.thread_time()
             watch.poll(0.2)
+            reading_s += time.thread_time() - before_s
             watch.view()
             time.sleep(0.02)
-        stop.set()
-        thread.join()
         watch.poll(1)
         live = watch.view().engines[0].live
     assert live.lost_tokens == live.skipped_tokens == 0
-    assert live.itl.count == ring.counters.tokens
+    assert live.itl.count == ring.counters.tokens == 256_000
+    assert reading_s < 5 * writing_s
 
 
 def test_nothing_runs_and_the_user_is_told_what_to_do(tmp_path: Path) -> None:
@@ -223,7 +229,10 @@ def test_nothing_runs_and_the_user_is_told_what_to_do(tmp_path: Path) -> None:
     assert "add --once" in str(inferloop(tmp_path, "top", "--json").exception)
 
 
-def test_one_picture_for_scripts(tmp_path: Path, rings: Path) -> None:
+def test_one_picture_for_scripts(
+    tmp_path: Path, rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.watch.Watch", partial(Watch, window_s=LONG_S))
     ring = engine(rings, requests=4, steps=20)
     trace = TraceWriter(ring)
     write_request(trace, 9, tenant="\x1b[2J[bold]evil")
@@ -277,7 +286,7 @@ def test_ctrl_c_ends_the_live_view_and_gives_the_screen_back(tmp_path: Path, rin
         os.execv(sys.executable, [sys.executable, *arguments])
     shown = b""
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while b"tiny" not in shown and time.monotonic() < deadline:
             if select.select([terminal], [], [], 0.1)[0]:
                 shown += os.read(terminal, 65536)
