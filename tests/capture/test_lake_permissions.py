@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +17,25 @@ from capture import open_lake
 from capture.errors import CaptureError
 from capture.lake import open_connection
 from capture.settings import Settings
+from tests.capture.children import started
+from tests.capture.lakes import said
+from tests.waiting import PATIENCE_S
 
 NOBODY = 65534
+READ = """
+import os, sys
+from pathlib import Path
+from tests.capture.test_lake_permissions import NOBODY, said_by_reader
+for path, start in ((sys.argv[1], "1000"), ("/nowhere", "LakeMissingError")):
+    assert said_by_reader(Path(path)).startswith(start)  # loads what nobody might not be able to
+print("ready", flush=True)
+sys.stdin.readline()
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+print(said_by_reader(Path(sys.argv[1])))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +45,6 @@ def home() -> Iterator[Path]:
     directory.chmod(0o755)
     with open_connection(Settings(home=directory), read_only=False) as lake:
         lake.execute("INSERT INTO marks SELECT uuid(), now()::TIMESTAMP, '' FROM range(1000)")
-    assert said_by_reader(directory) == "1000"  # loads what nobody may not be able to import
     yield directory
     shutil.rmtree(directory)
 
@@ -41,24 +59,23 @@ def mode(path: Path, bits: int) -> Iterator[None]:
         path.chmod(before)
 
 
-def read_as_other(home: Path) -> str:
-    """What a reader says who is not the lake's owner: nobody, when the tests run as root."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            os.write(writing, said_by_reader(home).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        said = answer.read()
-    os.waitpid(pid, 0)
-    return said
+class Other:
+    """A reader who is not the lake's owner: nobody, when the tests run as root."""
+
+    def __init__(self, home: Path) -> None:
+        command = [sys.executable, "-c", READ, home]
+        self._process = started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert said(self._process) == "ready"
+
+    def read(self) -> str:
+        """What it says of the lake now."""
+        answer, _ = self._process.communicate("\n", PATIENCE_S)
+        return answer.rstrip()
+
+
+@pytest.fixture
+def other(home: Path) -> Other:
+    return Other(home)
 
 
 def said_by_reader(home: Path) -> str:
@@ -69,34 +86,37 @@ def said_by_reader(home: Path) -> str:
         return f"{type(error).__name__} {error}"
 
 
-def test_a_read_only_directory_can_be_read_while_a_collector_has_it_open(home: Path) -> None:
+def test_a_read_only_directory_can_be_read_while_a_collector_has_it_open(
+    home: Path, other: Other
+) -> None:
+    late = Other(home)
     with mode(home / "lake", 0o555):
         with open_connection(Settings(home=home), read_only=False) as collector:
             collector.execute("BEGIN; SELECT count(*) FROM marks")
-            assert read_as_other(home) == "1000"
-        said = read_as_other(home)
-    assert said.startswith("LakeError cannot open the lake at")
-    assert "no collector has it open" in said
-    assert str(home / "lake") in said
+            assert other.read() == "1000"
+        answer = late.read()
+    assert answer.startswith("LakeError cannot open the lake at")
+    assert "no collector has it open" in answer
+    assert str(home / "lake") in answer
 
 
-def test_a_catalog_that_may_not_be_read_is_named(home: Path) -> None:
+def test_a_catalog_that_may_not_be_read_is_named(home: Path, other: Other) -> None:
     with mode(home / "lake" / "catalog.sqlite", 0o200 if os.geteuid() else 0o600):
-        said = read_as_other(home)
-    assert said.endswith("catalog.sqlite: this user may not read it: use the collector's user")
+        answer = other.read()
+    assert answer.endswith("catalog.sqlite: this user may not read it: use the collector's user")
 
 
-def test_a_directory_that_may_not_be_entered_is_named(home: Path) -> None:
+def test_a_directory_that_may_not_be_entered_is_named(home: Path, other: Other) -> None:
     with mode(home / "lake", 0o600):
-        said = read_as_other(home)
-    assert said.startswith("LakeError cannot look for the lake at")
-    assert said.endswith("catalog.sqlite: Permission denied")
+        answer = other.read()
+    assert answer.startswith("LakeError cannot look for the lake at")
+    assert answer.endswith("catalog.sqlite: Permission denied")
 
 
-def test_files_that_may_not_be_read_are_named(home: Path) -> None:
+def test_files_that_may_not_be_read_are_named(home: Path, other: Other) -> None:
     with open_connection(Settings(home=home), read_only=False) as collector:
         collector.execute("BEGIN; SELECT count(*) FROM marks")
         with mode(home / "lake" / "data", 0o600):
-            said = read_as_other(home)
-    assert said.startswith("QueryError")
-    assert "Permission denied" in said
+            answer = other.read()
+    assert answer.startswith("QueryError")
+    assert "Permission denied" in answer

@@ -25,6 +25,7 @@ from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.mirroring.traffic_writer import FilePolicy
 from capture.settings import Settings
 from capture.traffic import TrafficRecord
+from tests.waiting import PATIENCE_S, until
 
 KEY = b"a key of the tests"
 SECRETS = ("jane.doe@example.com", "4111 1111 1111 1111", "203.0.113.9", "session-cookie-1")
@@ -77,7 +78,7 @@ def test_a_thousand_requests_with_personal_data_leave_none_of_it(tmp_path: Path)
         elif number < 45:
             changes["messages"] = "not a list"
         mirror.offer(record(number, **changes))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     counters = mirror.counters
     written = lines(tmp_path)
     assert counters.offered == 1000
@@ -98,7 +99,7 @@ def test_a_thousand_requests_with_personal_data_leave_none_of_it(tmp_path: Path)
 def test_headers_are_an_allow_list_and_addresses_pseudonyms(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path, share=1.0, key=KEY)
     mirror.offer(record(1))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     (line,) = lines(tmp_path)
     assert line["headers"] == {"x-route": "chat"}
     assert line["client"] == pseudonym("203.0.113.9", KEY)
@@ -130,7 +131,7 @@ def test_failed_redaction_drops_the_content_and_counts_it(
     mirror.offer(record(1, **content))
     mirror.offer(record(2, **content, status=400, error_type="invalid_request_error"))
     mirror.offer(record(3, **content, status=499, error_type="cancelled", output_text=SECRETS[0]))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     written = lines(tmp_path)
     assert [line["dropped"] for line in written] == ["redaction failed"] * 3
     for line in written:
@@ -155,7 +156,7 @@ def test_text_where_only_numbers_belong_is_not_written(
 ) -> None:
     mirror = Mirror(tmp_path, share=1.0, key=KEY)
     mirror.offer(record(1, **field))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     assert mirror.counters.skipped == {"invalid": 1}
     assert not list(tmp_path.iterdir())
 
@@ -169,7 +170,7 @@ def test_a_redactor_that_always_raises_costs_the_record_which_is_counted(
     monkeypatch.setattr(capture.mirror, "redact_record", failing)
     mirror = Mirror(tmp_path, share=1.0, key=KEY)
     mirror.offer(record(1, messages=personal(1)))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     assert mirror.counters.skipped == {"failed": 1}
     assert not list(tmp_path.iterdir())
     assert SECRETS[0] not in caplog.text
@@ -181,7 +182,7 @@ def test_all_counters_are_metrics(tmp_path: Path) -> None:
     registry.register(MirrorCollector(mirror, "inferloop:mirror", {"engine": "0"}))
     mirror.offer(record(1, messages=personal(1, size=200)))
     mirror.skip("unreadable")
-    mirror.close()
+    mirror.close(PATIENCE_S)
     mirror.offer(record(2))
 
     def value(name: str, **labels: str) -> float | None:
@@ -206,7 +207,7 @@ def test_the_settings_reach_the_mirror(tmp_path: Path, monkeypatch: pytest.Monke
     mirror = Mirror.from_settings(Settings(), 1.0)
     for number in range(5):
         mirror.offer(record(number, messages=personal(number, size=4000)))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     assert len(list((tmp_path / "traffic").glob("*.jsonl"))) > 1
     assert mirror.counters.truncated == 5
     monkeypatch.setenv("INFERLOOP_MIRROR_FSYNC", "never")
@@ -225,7 +226,7 @@ def test_odd_records_are_counted_and_never_raise(tmp_path: Path) -> None:
     mirror.offer(record(3, margins=[float("nan"), 1.0], logprobs=[float("-inf"), -0.5]))
     mirror.offer(record(4, messages=[{"role": "assistant", "content": None, "name": "x"}]))
     mirror.offer(record(5, surprise=1))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     mirror.offer(record(6))
     counters = mirror.counters
     assert counters.offered == 7
@@ -241,21 +242,22 @@ def test_odd_records_are_counted_and_never_raise(tmp_path: Path) -> None:
 def test_a_full_queue_skips_and_offering_stays_fast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing is written before all are offered: an offer that waited would wait for ever."""
     gate = threading.Event()
     real = capture.mirror.redact_record
 
     def slow(raw: dict[str, Any]) -> dict[str, Any]:
-        gate.wait(20)
+        gate.wait()
         return real(raw)
 
     monkeypatch.setattr(capture.mirror, "redact_record", slow)
     mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=10)
-    started = time.monotonic()
+    started = time.thread_time()
     for number in range(200):
         mirror.offer(record(number))
-    assert time.monotonic() - started < 1
+    assert time.thread_time() - started < 1
     gate.set()
-    mirror.close()
+    mirror.close(PATIENCE_S)
     counters = mirror.counters
     assert counters.skipped["queue_full"] >= 189
     assert counters.written + sum(counters.skipped.values()) == 200 == counters.offered
@@ -264,22 +266,30 @@ def test_a_full_queue_skips_and_offering_stays_fast(
 def test_a_stop_writes_what_it_has_time_for_and_says_what_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The third record takes until the time for a stop is over, and what it needs after that."""
+    monkeypatch.setattr(capture.mirror, "GRACE_SECONDS", PATIENCE_S)
     real = capture.mirror.redact_record
+    third = threading.Event()
 
     def slow(raw: dict[str, Any]) -> dict[str, Any]:
-        if "messages" in raw:
-            time.sleep(0.05)
+        if raw.get("messages") == record(2)["messages"]:
+            third.set()
+            while time.monotonic() < mirror._give_up_at:
+                time.sleep(0.01)
         return real(raw)
 
     monkeypatch.setattr(capture.mirror, "redact_record", slow)
-    mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=50)
+    files = FilePolicy(compress=False)
+    mirror = Mirror(tmp_path, share=1.0, key=KEY, queue_size=50, files=files)
     for number in range(50):
         mirror.offer(record(number))
+    assert third.wait(PATIENCE_S)
     mirror.close(0.3)
     counters = mirror.counters
     assert (counters.offered, counters.queued) == (50, 0)
-    assert 0 < counters.written == len(lines(tmp_path)) < 50
-    assert f"stopped before {counters.skipped['closed']} records were written" in caplog.text
+    assert (counters.written, counters.skipped) == (3, {"closed": 47})
+    assert len(lines(tmp_path)) == 3
+    assert "stopped before 47 records were written" in caplog.text
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -288,7 +298,7 @@ def test_times_that_json_cannot_hold_are_no_record(tmp_path: Path) -> None:
     mirror.offer(record(1, chunks=[{"at_ms": math.nan, "tokens": 1}]))
     top = {"position": 0, "token_ids": [1], "logprobs": [-math.inf]}
     mirror.offer(record(2, top=[top]))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     assert mirror.counters.skipped == {"invalid": 2}
 
 
@@ -296,7 +306,7 @@ def test_files_rotate_by_size_and_are_private(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path, share=1.0, key=KEY, files=FilePolicy(rotate_bytes=2000))
     for number in range(20):
         mirror.offer(record(number))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     files = list(tmp_path.iterdir())
     assert len(files) > 3
     assert all(file.name.endswith(".jsonl.zst") for file in files)
@@ -308,11 +318,8 @@ def test_an_idle_file_rotates_by_age(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(capture.mirror, "TICK_SECONDS", 0.05)
     mirror = Mirror(tmp_path, share=1.0, key=KEY, files=FilePolicy(rotate_seconds=0.1))
     mirror.offer(record(1))
-    deadline = time.monotonic() + 10
-    while [path.suffix for path in tmp_path.iterdir()] != [".zst"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    mirror.close()
+    until(lambda: [path.suffix for path in tmp_path.iterdir()] == [".zst"], "a finished file")
+    mirror.close(PATIENCE_S)
 
 
 @settings(max_examples=25)
@@ -328,7 +335,7 @@ def test_requests_of_a_conversation_share_its_fate(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path, share=0.3, key=KEY, queue_size=2000)
     for number in range(1000):
         mirror.offer(record(number, conversation_id=f"c{number % 100}"))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     counters = mirror.counters
     assert counters.written + counters.skipped["not_sampled"] == 1000
     seen: dict[str, int] = {}
@@ -359,9 +366,8 @@ def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
 def test_a_living_writers_file_is_left_alone(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path, share=1.0, key=KEY)
     mirror.offer(record(1))
-    while mirror.counters.written < 1:
-        time.sleep(0.01)
+    until(lambda: mirror.counters.written, "the record")
     other = Mirror(tmp_path, share=1.0, key=KEY)
-    other.close()
+    other.close(PATIENCE_S)
     assert len(list(tmp_path.glob("*.part"))) == 1
-    mirror.close()
+    mirror.close(PATIENCE_S)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,10 @@ from capture.mirror import Mirror, MirrorCounters
 from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.mirroring.traffic_store import TrafficStore
 from capture.mirroring.traffic_writer import FilePolicy, Fsync, TrafficWriter
+from tests.capture.children import started
+from tests.capture.lakes import said
 from tests.capture.test_mirror import KEY, record
+from tests.waiting import PATIENCE_S, until
 
 PLAIN = FilePolicy(compress=False)
 
@@ -31,13 +33,6 @@ def numbers(directory: Path) -> list[int]:
     """The numbers of the records under a directory."""
     lines = (line for file in traffic_files(directory) for _, line in numbered_lines(file))
     return [int(json.loads(line)["request_id"], 16) for line in lines]
-
-
-def wait_for(look: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not look():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
 
 
 def line(number: int) -> bytes:
@@ -62,7 +57,7 @@ def test_a_file_under_two_names_counts_once(tmp_path: Path) -> None:
     packed.write_bytes(zstandard.compress(first.read_bytes()))
     first.with_name(first.name + ".zst.tmp").write_bytes(b"half of it")
     assert numbers(tmp_path) == [0, 1, 2, 3, 4]
-    TrafficStore(tmp_path, FilePolicy()).close(20)
+    TrafficStore(tmp_path, FilePolicy()).close(PATIENCE_S)
     assert numbers(tmp_path) == [0, 1, 2, 3, 4]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".zst", ".zst"]
 
@@ -86,7 +81,7 @@ with path.open("rb") as file:
     killed = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert numbers(tmp_path) == list(range(2000))
-    TrafficStore(tmp_path, FilePolicy()).close(20)
+    TrafficStore(tmp_path, FilePolicy()).close(PATIENCE_S)
     assert numbers(tmp_path) == list(range(2000))
     assert [file.suffix for file in tmp_path.iterdir()] == [".zst"]
 
@@ -109,15 +104,13 @@ for number in range(10**6):
     print(mirror.counters.written, flush=True)
 """
     command = [sys.executable, "-c", program, str(tmp_path), fsync]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    written = 0
-    while written < 150:
-        written = int(process.stdout.readline())
-    process.send_signal(signal.SIGKILL)
-    written = int(([b"%d" % written, *process.stdout.read().split()])[-1])
-    process.wait()
-    TrafficStore(tmp_path, FilePolicy()).close(20)  # the next start tidies up
+    process = started(command, stdout=subprocess.PIPE)
+    while (written := int(said(process))) < 150:
+        pass
+    process.kill()
+    rest, _ = process.communicate()
+    written = int([str(written), *rest.split()][-1])
+    TrafficStore(tmp_path, FilePolicy()).close(PATIENCE_S)  # the next start tidies up
     found = numbers(tmp_path)
     assert found == list(range(len(found)))
     assert len(found) >= written
@@ -135,6 +128,7 @@ def test_when_lines_are_synced_is_the_policys(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(capture.mirroring.traffic_writer, "CHECK_SECONDS", 3600.0)
     counts = {}
     for fsync in ("always", "second", "rotate"):
         synced.clear()
@@ -145,7 +139,7 @@ def test_when_lines_are_synced_is_the_policys(
         before = len(synced)
         monkeypatch.setattr(capture.mirroring.traffic_writer, "CHECK_SECONDS", 0.0)
         writer.tick()
-        monkeypatch.setattr(capture.mirroring.traffic_writer, "CHECK_SECONDS", 1.0)
+        monkeypatch.setattr(capture.mirroring.traffic_writer, "CHECK_SECONDS", 3600.0)
         due = len(synced)
         writer.finish()
         counts[fsync] = (before, due - before, len(synced) - due)
@@ -159,6 +153,7 @@ from capture.mirror import Mirror
 from capture.mirroring.traffic_writer import FilePolicy
 from tests.capture.test_mirror import KEY, record
 from tests.capture.test_traffic_files import settled
+from tests.waiting import PATIENCE_S
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 mirror = Mirror(Path(sys.argv[1]), share=1.0, key=KEY, files=FilePolicy(compress=False))
@@ -169,14 +164,15 @@ settled(mirror)
 limit(resource.RLIM_INFINITY)
 for number in range(20, 30):
     mirror.offer(record(number))
-mirror.close()
+mirror.close(PATIENCE_S)
 print(mirror.counters.written, mirror.counters.skipped)
 """
 
 
 def settled(mirror: Mirror) -> MirrorCounters:
-    wait_for(lambda: not mirror.counters.queued)
-    return mirror.counters
+    return until(
+        lambda: None if (counters := mirror.counters).queued else counters, "an empty queue"
+    )
 
 
 def test_a_full_disk_costs_records_that_are_counted_and_no_line_is_torn(tmp_path: Path) -> None:
@@ -220,7 +216,7 @@ def test_a_directory_that_is_not_there_for_a_while_costs_what_comes_meanwhile(
         settled(mirror)
     for number in range(3, 5):
         mirror.offer(record(number))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     assert mirror.counters.skipped == {"write_failed": 3}
     assert numbers(tmp_path) == [3, 4]
     assert len(list(tmp_path.iterdir())) == 1
@@ -246,9 +242,9 @@ def test_a_file_taken_from_under_the_writer_is_replaced_within_a_second(
         part.unlink()
     if how == "with its directory":
         directory.rmdir()
-    wait_for(lambda: "was deleted or moved" in caplog.text)
+    until(lambda: "was deleted or moved" in caplog.text, "its notice")
     mirror.offer(record(2))
-    mirror.close()
+    mirror.close(PATIENCE_S)
     assert numbers(directory) == [2]
     assert "with 1 records" in caplog.text
 
@@ -260,7 +256,7 @@ def test_the_oldest_files_go_when_all_take_too_much(
     (tmp_path / "mine.jsonl").write_bytes(line(1000))
     size = paths[0].stat().st_size
     store = TrafficStore(tmp_path, FilePolicy(compress=False, max_bytes=4 * size))
-    store.close(20)
+    store.close(PATIENCE_S)
     left = [path for path in paths if path.exists()]
     assert left == paths[1:]  # a quarter of the room is for the file being written
     assert (store.deleted, store.deleted_bytes) == (1, size)
@@ -276,8 +272,8 @@ def test_traffic_stays_within_its_bound_while_it_is_written(tmp_path: Path) -> N
         mirror.offer(record(number))
         if number % 20 == 0:
             settled(mirror)
-            largest = max(largest, sum(path.stat().st_size for path in everything(tmp_path)))
-    mirror.close()
+            largest = max(largest, total_bytes(tmp_path))
+    mirror.close(PATIENCE_S)
     counters = mirror.counters
     assert counters.written == 600
     assert counters.files_deleted > 5
@@ -285,8 +281,13 @@ def test_traffic_stays_within_its_bound_while_it_is_written(tmp_path: Path) -> N
     assert numbers(tmp_path)[-1] == 599
 
 
-def everything(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.iterdir() if path.exists())
+def total_bytes(directory: Path) -> int:
+    """Of all files; one that is just deleted or gets its finished name may be counted or not."""
+    total = 0
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def test_what_a_dead_writer_left_is_finished_without_its_broken_line(
@@ -296,7 +297,7 @@ def test_what_a_dead_writer_left_is_finished_without_its_broken_line(
     (tmp_path / name.format(1)).write_bytes(line(0) + line(1) + line(2)[:9])
     (tmp_path / name.format(2)).write_bytes(line(3)[:9])
     (tmp_path / name.format(3)).write_bytes(b"")
-    TrafficStore(tmp_path, PLAIN).close(20)
+    TrafficStore(tmp_path, PLAIN).close(PATIENCE_S)
     (left,) = tmp_path.iterdir()
     assert left.read_bytes() == line(0) + line(1)
     assert caplog.text.count("in the middle of a record") == 2
@@ -305,7 +306,7 @@ def test_what_a_dead_writer_left_is_finished_without_its_broken_line(
 def test_a_file_that_goes_takes_what_was_left_of_its_compression(tmp_path: Path) -> None:
     (path,) = finished(tmp_path, 100)
     path.with_name(f"{path.name}.zst.tmp").write_bytes(b"begun")
-    TrafficStore(tmp_path, FilePolicy(compress=False, max_bytes=1)).close(20)
+    TrafficStore(tmp_path, FilePolicy(compress=False, max_bytes=1)).close(PATIENCE_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -324,7 +325,7 @@ def test_files_of_other_users_are_left_to_them(
 
     with monkeypatch.context() as denied:
         denied.setattr(Path, "open", refuse)
-        TrafficStore(tmp_path, FilePolicy(max_bytes=1)).close(20)
+        TrafficStore(tmp_path, FilePolicy(max_bytes=1)).close(PATIENCE_S)
     assert (theirs.exists(), part.exists(), ours.exists()) == (True, True, False)
     assert "cannot" not in caplog.text
 
@@ -337,11 +338,11 @@ def test_a_file_that_cannot_be_compressed_stays_and_is_tried_again(
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", lambda _: os.stat("/nowhere"))
         store = TrafficStore(tmp_path, FilePolicy())
-        wait_for(lambda: "cannot compress" in caplog.text)
+        until(lambda: "cannot compress" in caplog.text, "its failure")
     assert [path.suffix for path in tmp_path.iterdir()] == [".jsonl"]
     store.tidy()
-    wait_for(lambda: store.compressed == 1)
-    store.close(20)
+    until(lambda: store.compressed == 1, "the second attempt")
+    store.close(PATIENCE_S)
     assert numbers(tmp_path) == list(range(10))
 
 
@@ -349,6 +350,6 @@ def test_two_processes_keep_one_directory(tmp_path: Path) -> None:
     one, two = (Mirror(tmp_path, share=1.0, key=KEY) for _ in range(2))
     for number in range(100):
         (one, two)[number % 2].offer(record(number))
-    one.close()
-    two.close()
+    one.close(PATIENCE_S)
+    two.close(PATIENCE_S)
     assert sorted(numbers(tmp_path)) == list(range(100))
