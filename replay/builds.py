@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -33,9 +33,13 @@ from replay.stream import UNREADABLE, one_line
 
 LOG_LINES = 20
 POLL_S = 0.1
+UNREACHABLE_S = 5.0
+"""An endpoint is a server that runs already: when it takes no connection for so long, it is not
+there. A command, and an endpoint whose file gives `health_timeout_s`, may take all that time."""
 REUSE_S = 2.0
 """An idle connection is used again for so long: servers close theirs after 5 s (uvicorn) or more,
 and a request that meets its end fails."""
+KEY_REFUSED = (401, 403)
 STOP_TIMEOUT_S = launcher.GRACE_S + 5.0
 NEUTRAL_ENVIRONMENT = {"INFERLOOP_MIRROR_SHARE": "0"}
 """Replayed requests must not be mirrored into the traffic they came from."""
@@ -47,6 +51,7 @@ class BuildSpec(BaseModel):
     `worktree` is a git revision of the repository at `workdir`: the command then runs in a fresh
     worktree of it. `env` is added to the environment. `model` defaults to the first one served.
     `api_key_env` names the environment variable that holds the server's API key.
+    `health_timeout_s` bounds the wait for a healthy answer; see also `unreachable_s`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,6 +65,13 @@ class BuildSpec(BaseModel):
     env: dict[str, str] = {}
     workdir: Path | None = None
     worktree: str | None = Field(default=None, pattern=r"^[^-]")
+
+    @property
+    def unreachable_s(self) -> float:
+        """How long the build may take no connection before it is given up."""
+        if self.endpoint is not None and "health_timeout_s" not in self.model_fields_set:
+            return UNREACHABLE_S
+        return self.health_timeout_s
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -152,7 +164,7 @@ class RunningBuild:
                 self._start(port)
             else:
                 self.base_url = str(self.spec.endpoint).rstrip("/").removesuffix("/v1")
-            async with self.open_http(httpx.Timeout(10.0)) as client:
+            async with self.open_http(httpx.Timeout(10.0, connect=UNREACHABLE_S)) as client:
                 await self._wait_until_healthy(client)
                 await self._identify(client)
         except BaseException:
@@ -244,24 +256,37 @@ class RunningBuild:
             ) from error
 
     async def _wait_until_healthy(self, client: httpx.AsyncClient) -> None:
-        deadline = time.monotonic() + self.spec.health_timeout_s
-        state = "no answer"
-        while time.monotonic() < deadline:
+        now = time.monotonic()
+        deadline, reachable_by = now + self.spec.health_timeout_s, now + self.spec.unreachable_s
+        found = _Health(0, "no answer")
+        while (now := time.monotonic()) < min(deadline, reachable_by):
             self.check_alive()
-            try:
-                state = await _health(client)
-            except httpx.HTTPError as error:
-                state = f"{type(error).__name__}: {error}".rstrip(": ")
-            if state == "healthy":
+            found = await _health(client, deadline - now)
+            if found.status in KEY_REFUSED:
+                break
+            if 200 <= found.status < 300:
                 self.check_alive()
                 return
+            if found.connected:
+                reachable_by = time.monotonic() + self.spec.unreachable_s
             await asyncio.sleep(POLL_S)
+        raise BuildError(self._not_healthy(found))
+
+    def _not_healthy(self, found: _Health) -> str:
+        build = f"build {self.spec.name} at {self.base_url}"
+        if found.status in KEY_REFUSED:
+            key = self.spec.api_key_env
+            asked = "set api_key_env" if key is None else f"check the API key in {key}"
+            return f"{build} refuses its caller ({found.state}): {asked}"
+        waited_s, way_out = self.spec.health_timeout_s, "raise health_timeout_s if it needs longer"
+        if self.spec.endpoint is not None and not found.connected:
+            waited_s = self.spec.unreachable_s
+            way_out = (
+                "start that server, correct endpoint, or set health_timeout_s to how long "
+                "it may still take to start"
+            )
         tail = "" if self._process is None else f"; {self.log_tail()}"
-        raise BuildError(
-            f"build {self.spec.name} at {self.base_url} is not healthy after "
-            f"{self.spec.health_timeout_s:g} s ({state}); raise health_timeout_s if it only "
-            f"needs longer{tail}"
-        )
+        return f"{build} is not healthy after {waited_s:g} s ({found.state}); {way_out}{tail}"
 
     async def _identify(self, client: httpx.AsyncClient) -> None:
         try:
@@ -346,11 +371,26 @@ def _find_program(
     return found
 
 
-async def _health(client: httpx.AsyncClient) -> str:
-    response = await client.get("/health")
-    if response.status_code == 404:
-        response = await client.get("/v1/models")
-    return "healthy" if response.is_success else f"status {response.status_code}"
+class _Health(NamedTuple):
+    """One look at a build: the HTTP status (0: no answer), in words, and whether it connected."""
+
+    status: int
+    state: str
+    connected: bool = False
+
+
+async def _health(client: httpx.AsyncClient, limit_s: float) -> _Health:
+    try:
+        async with asyncio.timeout(limit_s):
+            response = await client.get("/health")
+            if response.status_code == 404:
+                response = await client.get("/v1/models")
+    except httpx.HTTPError as error:
+        connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        return _Health(0, f"{type(error).__name__}: {error}".rstrip(": "), connected)
+    except TimeoutError:
+        return _Health(0, "no answer", connected=True)
+    return _Health(response.status_code, f"status {response.status_code}", connected=True)
 
 
 async def _models(client: httpx.AsyncClient) -> list[dict[str, Any]]:
