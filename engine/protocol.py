@@ -164,16 +164,6 @@ class _Generation(_Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def output_limit(self) -> int | None:
-        """The most tokens to generate, None if the client left it open."""
-        return self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        """Alternatives wanted at each output position; None: no log-probabilities."""
-        raise NotImplementedError
-
     def conflicts(self) -> None:
         """Raises `RequestError` for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
@@ -185,10 +175,19 @@ class _Generation(_Strict):
 
 
 class CompletionBody(_Generation):
-    """POST /v1/completions."""
+    """POST /v1/completions.
+
+    Both bodies answer what the endpoints spell differently: `output_limit`, the most tokens to
+    generate (None: the client left it open), and `alternatives`, how many are wanted at each output
+    position (None: no log-probabilities).
+    """
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
@@ -209,7 +208,7 @@ class Message(_Strict):
 
 
 class ChatBody(_Generation):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions; see `CompletionBody`."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
