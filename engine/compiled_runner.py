@@ -6,15 +6,17 @@ Owns the weights, the KV cache and the working memory, all allocated once.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import numpy as np
 
 from engine.batch import RowSampling, StepBatch
+from engine.footprint import Footprint
 from engine.gguf import GGUFFile, Tensor
 from engine.llama import LlamaConfig
 from engine.step_runner import HEAD_ROWS, MAX_TOKENS, StepRunner
-from engine.weights import WeightFormat, pack_weights
+from engine.weights import KINDS, WeightFormat, pack_weights, packing_bytes, weight_bytes
 from kernels.cpu_attention import MAX_QUERIES
 from kernels.cpu_ir import LANES
 from kernels.cpu_jit import has_vnni
@@ -64,6 +66,24 @@ def load_compiled_runner(
     return runner
 
 
+def footprint(
+    config: LlamaConfig, weights: WeightFormat, max_model_len: int, threads: int
+) -> Footprint:
+    """What `load_compiled_runner` will allocate."""
+    kind = KINDS[weights]
+    tile = tokens_per_tile(config.heads, config.kv_heads)
+    floats = sum(map(math.prod, _buffer_shapes(config, max_model_len, threads, tile).values()))
+    floats += HEAD_ROWS * padded_columns(config.vocab_size)
+    floats += (MAX_TOKENS + 1) * _widest(config)  # activations: float32 ones, unless smaller
+    numbers = 2 * config.layers * config.kv_heads * config.head_dim
+    return Footprint(
+        weights=weight_bytes(config, kind, max_model_len),
+        working=4 * floats,
+        kv_token=numbers * np.dtype(_cache_number(kind)).itemsize,
+        packing=packing_bytes(config),
+    )
+
+
 class CompiledRunner(StepRunner[Tokens]):
     """`engine.batch.Runner` on the CPU, compiled. `matmul`: what multiplies matrices."""
 
@@ -92,8 +112,7 @@ class CompiledRunner(StepRunner[Tokens]):
             config.heads, config.kv_heads, config.head_dim, config.ffn, config.vocab_size
         )
         pool = (config.layers, num_blocks, config.kv_heads)
-        # float16 bits beside quantized weights, which lose far more than it does.
-        number = np.float32 if weights.kind == FLOAT32 else np.uint16
+        number = _cache_number(weights.kind)
         self._cache = Cache(
             keys=aligned_zeros((*pool, config.head_dim, block_size), number),
             values=aligned_zeros((*pool, block_size, config.head_dim), number),
@@ -163,21 +182,39 @@ class CompiledRunner(StepRunner[Tokens]):
         return self._logits[:n, : self.vocab_size], self._best[:n], self._stats[:n]
 
 
+def _cache_number(kind: int) -> type[np.generic]:
+    """float16 bits beside quantized weights, which lose far more than it does."""
+    return np.float32 if kind == FLOAT32 else np.uint16
+
+
+def _widest(config: LlamaConfig) -> int:
+    return max(config.dim, config.ffn, config.heads * config.head_dim)
+
+
 def _allocate(config: LlamaConfig, kind: int, positions: int, threads: int, tile: int) -> Buffers:
     """Working memory for steps of MAX_TOKENS tokens."""
+    shapes = _buffer_shapes(config, positions, threads, tile)
+    return Buffers(
+        x=allocate_activations(kind, MAX_TOKENS, _widest(config)),
+        **{name: aligned_zeros(shape, np.float32) for name, shape in shapes.items()},
+    )
+
+
+def _buffer_shapes(
+    config: LlamaConfig, positions: int, threads: int, tile: int
+) -> dict[str, tuple[int, ...]]:
+    """Of the float32 arrays in Buffers."""
     q = config.heads * config.head_dim
     qkv = padded_columns(q + 2 * config.kv_heads * config.head_dim)
-    widest = max(config.dim, config.ffn, q)
     vectors = max(MAX_QUERIES, tile * (config.heads // config.kv_heads))
     reach = -(-positions // LANES) * LANES
-    return Buffers(
-        hidden=aligned_zeros((MAX_TOKENS, config.dim), np.float32),
-        qkv=aligned_zeros((MAX_TOKENS, qkv), np.float32),
-        attention=aligned_zeros((MAX_TOKENS, q), np.float32),
-        gate_up=aligned_zeros((MAX_TOKENS, padded_columns(2 * config.ffn)), np.float32),
-        x=allocate_activations(kind, MAX_TOKENS, widest),
-        row=aligned_zeros((threads, widest), np.float32),
-        queries=aligned_zeros((threads, vectors, config.head_dim), np.float32),
-        weights=aligned_zeros((threads, vectors, reach), np.float32),
-        outputs=aligned_zeros((threads, vectors, config.head_dim), np.float32),
-    )
+    return {
+        "hidden": (MAX_TOKENS, config.dim),
+        "qkv": (MAX_TOKENS, qkv),
+        "attention": (MAX_TOKENS, q),
+        "gate_up": (MAX_TOKENS, padded_columns(2 * config.ffn)),
+        "row": (threads, _widest(config)),
+        "queries": (threads, vectors, config.head_dim),
+        "weights": (threads, vectors, reach),
+        "outputs": (threads, vectors, config.head_dim),
+    }

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from engine.batch import Runner
 from engine.chat_template import ChatTemplate
 from engine.errors import EngineError
+from engine.footprint import available_memory, check_memory
 from engine.gguf import GGUFFile, load_gguf
 from engine.llama import LlamaConfig
 from engine.tokenizer import Tokenizer
@@ -50,7 +51,8 @@ def load_model(
 
     kv_tokens: capacity of the KV cache, rounded down to blocks; max_model_len: longest sequence,
     default the model's context or the cache, whichever is smaller; threads: default all cores
-    this process may use. Raises ModelFileError for the file, EngineError for the sizes.
+    this process may use. Raises ModelFileError for the file, EngineError for the sizes, also when
+    model and cache are predicted not to fit into the memory that is available.
     """
     file = load_gguf(path)
     config = LlamaConfig.from_gguf(file)
@@ -60,9 +62,13 @@ def load_model(
     if not 1 <= threads <= cores:
         raise EngineError(f"{threads} threads: this process may use 1 to {cores} (--threads)")
     if kernels == "compiled":
+        from engine.compiled_runner import footprint
         from engine.compiled_runner import load_compiled_runner as load_runner
     else:
+        from engine.torch_runner import footprint
         from engine.torch_runner import load_torch_runner as load_runner
+    predicted = footprint(config, weights, max_len, threads)
+    check_memory(predicted, num_blocks * block_size, block_size, available_memory())
     runner = load_runner(file, config, weights, block_size, num_blocks, max_len, threads)
     info = {
         **_describe(file, config),

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from engine.batch import StepBatch
+from engine.footprint import Footprint
 from engine.gguf import GGUFFile, Tensor
 from engine.llama import LlamaConfig
 from engine.step_runner import StepRunner
 from engine.torch_decoder import Cache, Group, Inputs, TorchDecoder
-from engine.weights import WeightFormat
+from engine.weights import KINDS, WeightFormat, packing_bytes, weight_bytes
 from kernels.torch_ops import SEGMENT
 
 QUERIES = 128
@@ -48,6 +49,19 @@ def load_torch_runner(
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+    )
+
+
+def footprint(
+    config: LlamaConfig, weights: WeightFormat, max_model_len: int, threads: int
+) -> Footprint:
+    """What `load_torch_runner` will allocate: weights like the compiled ones, a float32 cache.
+    Working memory comes and goes with each step."""
+    return Footprint(
+        weights=weight_bytes(config, KINDS[weights], max_model_len),
+        working=0,
+        kv_token=2 * 4 * config.layers * config.kv_heads * config.head_dim,
+        packing=packing_bytes(config),
     )
 
 

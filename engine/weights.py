@@ -97,6 +97,25 @@ def head_format(kind: int) -> int:
     return FLOAT32 if kind == FLOAT32 else INT8
 
 
+def weight_bytes(config: LlamaConfig, kind: int, positions: int) -> int:
+    """Bytes of the arrays that `pack_weights` returns, but for its index of them."""
+    scales = 1
+    if kind == INT8:
+        fused = layer_matrices(config, 0).values()
+        scales += config.layers * sum(padded_columns(sum(n for _, (n, _) in p)) for p in fused)
+    if head_format(kind) == INT8:
+        scales += padded_columns(config.vocab_size)
+    norms = (2 * config.layers + 1) * config.dim
+    return _packed_bytes(config, kind) + 4 * (scales + norms + positions * config.head_dim)
+
+
+def packing_bytes(config: LlamaConfig) -> int:
+    """Bytes that `pack_weights` takes for a while: the largest matrix three times in float32, as
+    read, as one piece and quantized."""
+    parts = [*layer_matrices(config, 0).values(), [("", (config.vocab_size, config.dim))]]
+    return 3 * 4 * max(sum(n * k for _, (n, k) in part) for part in parts)
+
+
 def _packed_bytes(config: LlamaConfig, kind: int) -> int:
     """Bytes of all matrices, each starting on a cache line."""
 
