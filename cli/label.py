@@ -67,12 +67,15 @@ def add(
     expert: Expert = None,
     run: Annotated[int | None, typer.Option(help="number of the run; default: newest")] = None,
     comment: Annotated[str | None, typer.Option(help="why")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="correct your earlier verdict, which is kept aside")
+    ] = False,
 ) -> None:
     """Record a verdict on a pair that `label next --json` printed.
 
     Example: inferloop label add nB3kq0 left --expert ann --comment "the sum is right"
     """
-    _queue(run, expert).judge(token, verdict, comment=comment)
+    _queue(run, expert).judge(token, verdict, comment=comment, replace=replace)
     typer.echo("recorded")
 
 
@@ -86,8 +89,7 @@ def show(run: Run = None) -> None:
 
     from cli.database import open_database
     from evaluation.judgements import agreement, expert_quality, find_run, judgements
-    from evaluation.tally import resolve, tally
-    from replay.history import changed_diffs
+    from evaluation.tally import dispute_numbers, resolve, tally
 
     with open_database()() as session:
         found = find_run(session, run)
@@ -95,9 +97,7 @@ def show(run: Run = None) -> None:
         machine = sum(bool(entry.votes) for entry in judgements(session, found, "machine"))
         alpha = agreement(judgements(session, found))
         experts = expert_quality(session, found)
-        disputed = {entry.diff_id for entry in entries if entry.disputed}
-        numbered = enumerate(changed_diffs(session, found) if disputed else (), start=1)
-        disputes = [str(number) for number, diff in numbered if diff.id in disputed]
+        disputes = dispute_numbers(session, found, entries)
     console = Console()
     counts = tally(entries)
     typer.echo(
@@ -112,12 +112,16 @@ def show(run: Run = None) -> None:
             [(key, t.diffs, t.harm, t.neutral, t.benefit, t.disputed) for key, t in rows],
         )
     )
-    alarms = [(e.name, e.labels, f"{e.false_alarms} of {e.hidden_pairs}") for e in experts]
-    console.print(_table(("expert", "labels", "false alarms on hidden A/A pairs"), alarms))
+    work = [
+        (e.name, e.labels, e.corrected, f"{e.false_alarms} of {e.hidden_pairs}") for e in experts
+    ]
+    header = ("expert", "labels", "corrected", "false alarms on hidden A/A pairs")
+    console.print(_table(header, work))
     if alpha is not None:
         typer.echo(f"agreement (Krippendorff's alpha): {alpha:.2f}")
     if disputes:
-        typer.echo(f"disputed diffs: {', '.join(disputes)}")
+        numbers = ", ".join(map(str, disputes))
+        typer.echo(f"disputed diffs: {numbers} (`inferloop replay show {found.id} --diff N`)")
 
 
 @label_app.command()
@@ -165,7 +169,8 @@ def export(
     run: Run = None,
     output: Annotated[Path | None, typer.Option(help="file to write; default: print")] = None,
 ) -> None:
-    """Write all labels and skips of a run as JSON lines, with the side that was hidden.
+    """Write all labels and skips of a run as JSON lines, with the side that was hidden and with
+    earlier verdicts that were corrected.
 
     Example: inferloop label export 3 --output labels.jsonl
     """

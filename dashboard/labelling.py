@@ -124,11 +124,7 @@ def _judge(queue: LabelQueue) -> None:
     pair = queue.next()
     progress = queue.progress()
     share = progress.judged / max(progress.judged + progress.remaining, 1)
-    st.progress(
-        share,
-        f"{progress.judged} judged by you, {progress.remaining} to go; "
-        f"{progress.settled} of {progress.total} settled by a panel",
-    )
+    st.progress(share, f"{progress.judged} judged by you, {progress.remaining} to go")
     if pair is None:
         st.success("Nothing left to judge in this replay. Thank you.", icon=":material/task_alt:")
     else:

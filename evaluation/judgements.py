@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, aliased
 
 from evaluation.agreement import krippendorff_alpha
 from evaluation.errors import EvaluationError
-from evaluation.models import Expert, Label, Presentation
+from evaluation.models import Expert, Label, PastLabel, Presentation
 from evaluation.statistics import Interval, clopper_pearson
 from replay.models import Diff, ReplayedRequest, Run
 
@@ -55,10 +55,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class ExpertQuality:
-    """An expert's work on a run. On a hidden A/A pair every verdict but "same" is a false alarm."""
+    """An expert's work on a run. On a hidden A/A pair every verdict but "same" is a false alarm.
+    `corrected`: pairs on which an earlier verdict was replaced or taken back."""
 
     name: str
     labels: int
+    corrected: int
     hidden_pairs: int
     false_alarms: int
     interval: Interval
@@ -127,6 +129,15 @@ def expert_quality(session: Session, run: Run) -> list[ExpertQuality]:
         .join(Diff, Diff.id == Label.diff_id)
         .where(Diff.run_id == run.id, Expert.kind == "expert")
     )
+    corrected = dict(
+        session.execute(
+            select(Expert.name, func.count(PastLabel.diff_id.distinct()))
+            .join(PastLabel, PastLabel.expert_id == Expert.id)
+            .join(Diff, Diff.id == PastLabel.diff_id)
+            .where(Diff.run_id == run.id)
+            .group_by(Expert.name)
+        ).all()
+    )
     labels: Counter[str] = Counter()
     hidden: Counter[str] = Counter()
     alarms: Counter[str] = Counter()
@@ -138,6 +149,7 @@ def expert_quality(session: Session, run: Run) -> list[ExpertQuality]:
         ExpertQuality(
             name,
             labels[name],
+            corrected.get(name, 0),
             hidden[name],
             alarms[name],
             clopper_pearson(alarms[name], hidden[name], 0.95),
@@ -158,7 +170,9 @@ def parents(class_key: str) -> list[str]:
 
 
 def export(session: Session, run: Run) -> Iterator[dict[str, Any]]:
-    """Every label and skip of the run as plain records, with the side that was hidden."""
+    """Every label and skip of the run as plain records, with the side that was hidden and the
+    earlier verdicts that it replaced."""
+    earlier = _earlier(session, run)
     rows = session.execute(
         select(Presentation, Label, Expert, Diff)
         .join(Expert, Expert.id == Presentation.expert_id)
@@ -172,7 +186,8 @@ def export(session: Session, run: Run) -> Iterator[dict[str, Any]]:
     )
     for presentation, label, expert, diff in rows:
         if label is not None or presentation.skip_reason is not None:
-            yield _record(expert, diff, label, presentation)
+            past = earlier.get((diff.id, expert.id), [])
+            yield _record(expert, diff, label, presentation, past)
     machine = session.execute(
         select(Label, Expert, Diff)
         .join(Expert, Expert.id == Label.expert_id)
@@ -181,7 +196,7 @@ def export(session: Session, run: Run) -> Iterator[dict[str, Any]]:
         .order_by(Label.id)
     )
     for label, expert, diff in machine:
-        yield _record(expert, diff, label, None)
+        yield _record(expert, diff, label, None, [])
 
 
 def _differing(run: Run, pair: Literal["change", "noise"]) -> tuple[ColumnElement[bool], ...]:
@@ -213,8 +228,33 @@ def _repeat_differs(run: Run) -> ColumnElement[bool]:
     return repeat.exists()
 
 
+def _earlier(session: Session, run: Run) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Verdicts that were replaced or taken back, oldest first, by diff and expert."""
+    rows = session.scalars(
+        select(PastLabel)
+        .join(Diff, Diff.id == PastLabel.diff_id)
+        .where(Diff.run_id == run.id)
+        .order_by(PastLabel.id)
+    )
+    found: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for past in rows:
+        found[past.diff_id, past.expert_id].append(
+            {
+                "value": past.value,
+                "comment": past.comment,
+                "created_at": past.created_at.isoformat(),
+                "withdrawn_at": past.withdrawn_at.isoformat(),
+            }
+        )
+    return found
+
+
 def _record(
-    expert: Expert, diff: Diff, label: Label | None, presentation: Presentation | None
+    expert: Expert,
+    diff: Diff,
+    label: Label | None,
+    presentation: Presentation | None,
+    earlier: list[dict[str, Any]],
 ) -> dict[str, Any]:
     return {
         "run": diff.run_id,
@@ -231,6 +271,7 @@ def _record(
         "created_at": None if label is None else label.created_at.isoformat(),
         "new_side": None if presentation is None else presentation.new_side,
         "skip_reason": None if presentation is None else presentation.skip_reason,
+        "earlier": earlier,
     }
 
 

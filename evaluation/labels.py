@@ -10,49 +10,47 @@ from __future__ import annotations
 import random
 import secrets
 import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sqlalchemy import select
+from sqlalchemy import delete, insert, literal, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
 from evaluation.errors import LabelError
-from evaluation.judgements import (
-    PANEL,
-    Judgement,
-    find_run,
-    judgements,
-    shuffle_key,
-    visible_noise,
+from evaluation.hidden_checks import (
+    checks_to_come,
+    current_block,
+    fresh_checks,
+    places_of_check,
 )
-from evaluation.models import Expert, Label, Presentation
+from evaluation.judgements import PANEL, Judgement, find_run, judgements
+from evaluation.models import Expert, Label, PastLabel, Presentation
 from evaluation.pairs import Pair, pair_of
 from replay.database import now
-from replay.models import Diff, ReplayedRequest, Run
+from replay.models import Diff, Run
 
 Verdict = Literal["left", "right", "same"]
 
 SIDE_BLOCK = 8
 """In every block of this many pairs an expert sees the new build on each side equally often."""
-CHECK_BLOCK = 8
-"""One pair in every block of this many is a hidden A/A check, as long as there are any."""
 MAX_NAME = 80
 MACHINE_PREFIX = "machine:"
 MAX_COMMENT = 4000
+ALREADY_JUDGED = (
+    "this pair has your verdict already: undo it first, or replace it "
+    "(`inferloop label add --replace`)"
+)
 
 
 @dataclass(frozen=True)
 class Progress:
     """Counts for one expert in one run. Hidden checks, also those to come, are counted like any
-    other pair: no count moves differently when one is shown."""
+    other pair: no count moves differently when one is shown or judged."""
 
     judged: int
     skipped: int
     remaining: int
-    settled: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,13 @@ class LabelQueue:
         *,
         comment: str | None = None,
         seconds: float | None = None,
+        replace: bool = False,
     ) -> None:
-        """Record which side is better. Raises LabelError when the pair was judged before."""
+        """Record which side is better.
+
+        A pair this expert has judged before raises LabelError, or with `replace` gets the new
+        verdict; the old one is kept in the history.
+        """
         if verdict not in get_args(Verdict):
             raise LabelError(f"verdict {verdict!r} is not known: use left, right or same")
         comment = (comment or "").strip()
@@ -114,11 +117,17 @@ class LabelQueue:
             raise LabelError(f"the comment has {len(comment)} characters, at most {MAX_COMMENT}")
         with self._sessions() as session:
             presentation = self._presentation(session, token)
+            value = _value(verdict, presentation.new_side)
+            if replace:
+                before = _label_of(session, presentation)
+                if before is not None and (before.value, before.comment or "") == (value, comment):
+                    return
+                _withdraw(session, presentation)
             session.add(
                 Label(
                     diff_id=presentation.diff_id,
                     expert_id=presentation.expert_id,
-                    value=_value(verdict, presentation.new_side),
+                    value=value,
                     comment=comment or None,
                     seconds=seconds,
                 )
@@ -127,7 +136,7 @@ class LabelQueue:
             try:
                 session.commit()
             except IntegrityError as error:
-                raise LabelError("this pair has your verdict already: undo it first") from error
+                raise LabelError(ALREADY_JUDGED) from error
 
     def skip(self, token: str, reason: str) -> None:
         """Decline to judge the pair; it does not come back unless undone."""
@@ -137,19 +146,17 @@ class LabelQueue:
         with self._sessions() as session:
             presentation = self._presentation(session, token)
             if _label_of(session, presentation) is not None:
-                raise LabelError("this pair has your verdict already: undo it first")
+                raise LabelError(ALREADY_JUDGED)
             presentation.skip_reason = reason
             session.commit()
 
     def undo(self, token: str) -> None:
-        """Take back the verdict or skip of that pair, which then comes next again."""
+        """Take back the verdict (kept in the history) or skip of that pair, which then comes next
+        again."""
         with self._sessions() as session:
             presentation = self._presentation(session, token)
-            label = _label_of(session, presentation)
-            if label is None and presentation.skip_reason is None:
+            if not _withdraw(session, presentation) and presentation.skip_reason is None:
                 raise LabelError("there is nothing to undo for this pair")
-            if label is not None:
-                session.delete(label)
             presentation.skip_reason = None
             presentation.shown_at = now()
             session.commit()
@@ -158,22 +165,20 @@ class LabelQueue:
         """How much is done, for this expert and in the run."""
         with self._sessions() as session:
             run, expert = self._load(session)
-            found = judgements(session, run)
             mine = self._seen(session, run, expert)
             labelled = _labelled(session, run, expert)
             shown = sum(
                 reason is None and diff_id not in labelled for diff_id, reason in mine.items()
             )
-            changes = len(_candidates(found, set(mine)))
-            if changes or shown:
-                checks = _checks_to_come(self._block(session, expert), changes)
-                changes += min(checks, len(_fresh_checks(session, run, set(mine))))
+            changes = len(_candidates(judgements(session, run), set(mine)))
+            checks = min(
+                checks_to_come(current_block(session, run, expert), changes),
+                len(fresh_checks(session, run, set(mine))),
+            )
             return Progress(
                 judged=len(labelled),
                 skipped=sum(reason is not None for reason in mine.values()),
-                remaining=changes + shown,
-                settled=sum(judgement.verdict(PANEL) is not None for judgement in found),
-                total=len(found),
+                remaining=shown + changes + checks,
             )
 
     def past(self, tokens: list[str]) -> list[Past]:
@@ -227,28 +232,10 @@ class LabelQueue:
     def _choose(self, session: Session, run: Run, expert: Expert) -> Diff | None:
         seen = set(self._seen(session, run, expert))
         candidates = _candidates(judgements(session, run), seen)
-        if not candidates:
-            return None
-        if self._check_due(session, expert):
-            check = _hidden_check(session, run, seen)
-            if check is not None:
-                return check
-        return session.get_one(Diff, candidates[0])
-
-    def _check_due(self, session: Session, expert: Expert) -> bool:
-        """Whether the hidden check of this block falls on this pair (each place is as likely)."""
-        block = self._block(session, expert)
-        return "noise" not in block and self._random.random() < 1 / (CHECK_BLOCK - len(block))
-
-    def _block(self, session: Session, expert: Expert) -> Sequence[str]:
-        """Kinds of the pairs this expert was shown in the current block of CHECK_BLOCK."""
-        shown = session.scalars(
-            select(Diff.pair)
-            .join(Presentation, Presentation.diff_id == Diff.id)
-            .where(Presentation.expert_id == expert.id)
-            .order_by(Presentation.id)
-        ).all()
-        return shown[len(shown) - len(shown) % CHECK_BLOCK :]
+        places = places_of_check(current_block(session, run, expert), len(candidates))
+        if places and self._random.random() * places < 1:
+            candidates = fresh_checks(session, run, seen)[:1] or candidates
+        return session.get_one(Diff, candidates[0]) if candidates else None
 
     def _present(self, session: Session, expert: Expert, diff: Diff) -> Presentation:
         presentation = Presentation(
@@ -310,40 +297,25 @@ def _candidates(found: list[Judgement], seen: set[int]) -> list[int]:
     return disputed + [judgement.diff_id for judgement in unseen if len(judgement.votes) < PANEL]
 
 
-def _hidden_check(session: Session, run: Run, seen: set[int]) -> Diff | None:
-    """An A/A pair this expert has not seen: one that differs if there is any."""
-    fresh = _fresh_checks(session, run, seen)
-    return session.get_one(Diff, fresh[0]) if fresh else None
+def _withdraw(session: Session, presentation: Presentation) -> bool:
+    """Move the expert's verdict on that pair, if there is one, from the labels to the history.
 
-
-def _fresh_checks(session: Session, run: Run, seen: set[int]) -> list[int]:
-    """A/A pairs that can be shown and were not, those that differ first."""
-    differing = set(session.scalars(select(Diff.id).where(*visible_noise(run))))
-    every = session.scalars(
-        select(Diff.id)
-        .join(ReplayedRequest, ReplayedRequest.id == Diff.left_id)
-        .where(
-            Diff.run_id == run.id,
-            Diff.pair == "noise",
-            ReplayedRequest.output_text.is_not(None),
+    Of two windows that do it at once each moves what the other left: PostgreSQL locks the
+    presentation, SQLite the database at the first write.
+    """
+    session.execute(
+        select(Presentation.id).where(Presentation.id == presentation.id).with_for_update()
+    )
+    mine = Label.diff_id == presentation.diff_id, Label.expert_id == presentation.expert_id
+    kept = ("diff_id", "expert_id", "value", "comment", "seconds", "guideline", "created_at")
+    withdrawn_at = literal(now(), PastLabel.withdrawn_at.type)
+    session.execute(
+        insert(PastLabel).from_select(
+            [*kept, "withdrawn_at"],
+            select(*(getattr(Label, name) for name in kept), withdrawn_at).where(*mine),
         )
     )
-    fresh = (differing | set(every)) - seen
-    return sorted(fresh, key=lambda diff_id: (diff_id not in differing, shuffle_key(run, diff_id)))
-
-
-def _checks_to_come(block: Sequence[str], changes: int) -> int:
-    """Hidden checks among the pairs still to be shown when `changes` of them are none.
-
-    One in each block, the current one included; in the last block it may not be reached, which
-    nobody can know beforehand.
-    """
-    pending = "noise" not in block and bool(changes or block)
-    pairs, room, before = changes + pending, CHECK_BLOCK - len(block), 0
-    while pairs > room:
-        before += room
-        pairs, room = pairs - room + 1, CHECK_BLOCK
-    return before + pairs - changes
+    return session.scalar(delete(Label).where(*mine).returning(Label.id)) is not None
 
 
 def _value(verdict: str, new_side: str) -> int:

@@ -49,7 +49,8 @@ class Presentation(Base):
 
 
 class Label(Base):
-    """A verdict on a diff: -1 the new build harms, 0 neutral, +1 it helps."""
+    """The verdict that counts of one expert on one diff: -1 the new build harms, 0 neutral, +1 it
+    helps."""
 
     __tablename__ = "labels"
     __table_args__ = (
@@ -68,6 +69,23 @@ class Label(Base):
 
     diff: Mapped[Diff] = relationship()
     expert: Mapped[Expert] = relationship()
+
+
+class PastLabel(Base):
+    """A verdict that no longer counts: at `withdrawn_at` its expert replaced it or took it back."""
+
+    __tablename__ = "past_labels"
+    __table_args__ = (CheckConstraint("value IN (-1, 0, 1)"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    diff_id: Mapped[int] = mapped_column(ForeignKey("diffs.id", ondelete="CASCADE"), index=True)
+    expert_id: Mapped[int] = mapped_column(ForeignKey("experts.id"))
+    value: Mapped[int]
+    comment: Mapped[str | None]
+    seconds: Mapped[float | None]
+    guideline: Mapped[str]
+    created_at: Mapped[datetime]
+    withdrawn_at: Mapped[datetime]
 
 
 class Decision(Base):

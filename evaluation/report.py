@@ -66,8 +66,11 @@ def render_markdown(report: GateReport) -> str:
     if report.agreement is not None:
         lines.append(f"Agreement of the experts (Krippendorff's alpha): {report.agreement:.2f}.")
     if report.disputes:
-        numbers = ", ".join(str(diff_id) for diff_id in report.disputes)
-        lines.append(f"Disputed diffs, waiting for an adjudicator: {numbers}.")
+        numbers = ", ".join(map(str, report.disputes))
+        lines.append(
+            f"Disputed diffs, waiting for an adjudicator: {numbers} "
+            f"(`inferloop replay show {report.run_id} --diff N`)."
+        )
     lines += ["", *_classes(report), *_experts(report), *_kinds(report)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -152,8 +155,8 @@ def _experts(report: GateReport) -> list[str]:
         limits = "-"
         if expert.hidden_pairs:
             limits = f"{percent(expert.interval.lower)} to {percent(expert.interval.upper)}"
-        rows.append((_text(expert.name), str(expert.labels), alarms, limits))
-    header = ("expert", "labels", "false alarms on hidden A/A pairs", "95 % interval")
+        rows.append((_text(expert.name), str(expert.labels), str(expert.corrected), alarms, limits))
+    header = ("expert", "labels", "corrected", "false alarms on hidden A/A pairs", "95 % interval")
     return ["## Experts", "", *_table(header, rows), ""]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from evaluation.judgements import judgements
+from replay.history import changed_diffs
 from replay.models import Run
 
 
@@ -73,6 +74,13 @@ def resolve(
             )
         )
     return resolved
+
+
+def dispute_numbers(session: Session, run: Run, found: Iterable[Resolved]) -> tuple[int, ...]:
+    """The disputed diffs by the numbers that `inferloop replay show --diff` takes."""
+    disputed = {entry.diff_id for entry in found if entry.disputed}
+    numbered = enumerate(changed_diffs(session, run) if disputed else (), start=1)
+    return tuple(number for number, diff in numbered if diff.id in disputed)
 
 
 def tally(found: Iterable[Resolved]) -> Tally:
