@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,19 +15,22 @@ from pathlib import Path
 import httpx
 import pytest
 
+from capture.errors import LakeError
 from capture.lake import open_connection
 from capture.settings import Settings
-from replay.builds import free_port
 from tests.engine.tiny_model import write_tiny_model
+from tests.waiting import PATIENCE_S, until
 
-WAIT_S = 60.0
+READY = re.compile(r"serving tiny .* on (http://\S+)")
+ENDLESS = 30_000
+"""Tokens of an answer that is still being made whenever the engine is killed."""
 COUNTS = """SELECT (SELECT count(*) FROM tokens), (SELECT count(*) FROM finishes),
     (SELECT coalesce(sum(tokens), 0) FROM losses)"""
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    write_tiny_model(tmp_path / "tiny.gguf")
+    write_tiny_model(tmp_path / "tiny.gguf", metadata={"llama.context_length": 2 * ENDLESS})
     return tmp_path
 
 
@@ -48,42 +51,42 @@ def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(30)
+        process.terminate()
+        try:
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()
 
 
 @contextmanager
 def serving(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    port = str(free_port())
-    url = f"http://127.0.0.1:{port}"
-    options = ["--model", str(home / "tiny.gguf"), "--port", port, "--threads", "1"]
-    with running(home, "serve", *options, "--kv-tokens", "1024") as process:
-        until(lambda: healthy(url), f"{url} is healthy")
-        yield process, url
-
-
-def healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.1)
+    log = home / "serve.log"
+    log.unlink(missing_ok=True)
+    options = ["--model", str(home / "tiny.gguf"), "--port", "0", "--threads", "1"]
+    with running(home, "serve", *options, "--kv-tokens", str(2 * ENDLESS)) as process:
+        ready = until(
+            lambda: process.poll() is not None or READY.search(log.read_text()), "the engine serves"
+        )
+        assert isinstance(ready, re.Match), log.read_text()
+        yield process, ready[1]
 
 
 def complete(url: str, tokens: int) -> None:
     body = {
         "model": "tiny", "prompt": "hello the world", "max_tokens": tokens, "ignore_eos": True,
     }  # fmt: skip
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert response.status_code == 200, response.text
     assert response.json()["usage"]["completion_tokens"] == tokens
+
+
+def is_made(home: Path) -> bool:
+    """Whether the lake is there, and whole: a collector makes it step by step."""
+    try:
+        open_connection(Settings(home=home)).close()
+    except LakeError:
+        return False
+    return True
 
 
 def counts(home: Path) -> tuple[int, int, int]:
@@ -106,13 +109,13 @@ def test_a_killed_engine_loses_no_committed_row_and_is_reported(home: Path) -> N
     with running(home, "collect"):
         with serving(home) as (engine, url):
             complete(url, 20)
-            until(lambda: (home / "lake" / "catalog.sqlite").exists(), "the lake exists")
-            until(lambda: counts(home) == (20, 1, 0), "the first answer is in the lake")
+            until(lambda: is_made(home), "the lake is made", poll_s=0.1)
+            until(lambda: counts(home) == (20, 1, 0), "the first answer is in the lake", poll_s=0.1)
             # While engine and collector run, a user's SQL answers.
             assert sql(home, "SELECT count(*) AS n FROM tokens") == [{"n": 20}]
             with httpx.stream(
-                "POST", f"{url}/v1/completions", timeout=WAIT_S,
-                json={"model": "tiny", "prompt": "a", "max_tokens": 400, "stream": True,
+                "POST", f"{url}/v1/completions", timeout=PATIENCE_S,
+                json={"model": "tiny", "prompt": "a", "max_tokens": ENDLESS, "stream": True,
                       "ignore_eos": True},
             ) as stream:  # fmt: skip
                 lines = stream.iter_lines()
@@ -120,8 +123,8 @@ def test_a_killed_engine_loses_no_committed_row_and_is_reported(home: Path) -> N
                     next(lines)
                 engine.send_signal(signal.SIGKILL)
                 engine.wait()
-        until(lambda: list((home / "crashes").glob("*.json")), "a crash report")
-        report = json.loads(next((home / "crashes").glob("*.json")).read_text())
+        (path, *_) = until(lambda: list((home / "crashes").glob("*.json")), "a crash report")
+        report = json.loads(path.read_text())
         assert report["pid"] == engine.pid
         assert len(report["open_step"]) == 1
         before = counts(home)
@@ -129,7 +132,8 @@ def test_a_killed_engine_loses_no_committed_row_and_is_reported(home: Path) -> N
         assert before[2] == 0
         with serving(home) as (_, url):
             complete(url, 30)
-            until(lambda: counts(home) == (before[0] + 30, before[1] + 1, 0), "the new engine's")
+            after = (before[0] + 30, before[1] + 1, 0)
+            until(lambda: counts(home) == after, "the new engine's answer too", poll_s=0.1)
     kinds = {row["kind"] for row in sql(home, "SELECT kind FROM events")}
     assert "engine_crashed" in kinds
     doubled = "SELECT 1 FROM tokens GROUP BY engine_id, slot, position HAVING count(*) > 1"

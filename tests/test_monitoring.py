@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from engine import metrics as engine
 from engine.admission import QueueFull
 from tests.capture.gpu.nvml_world import NvmlWorld
 from tests.engine.live_server import live_server
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 RULES = ROOT / "deploy/prometheus/inferloop.rules.yml"
@@ -80,11 +80,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 def telemetry_families() -> list[Metric]:
     telemetry = Telemetry(None, GpuMonitor(None, period_s=0.05), Memory, period_s=0.05)
     telemetry.start()
-    deadline = time.monotonic() + 20
+
+    def is_complete() -> bool:
+        measured = any("sm_pct" in sample.values for sample in telemetry.gpus.devices)
+        return measured and telemetry.memory is not None
+
     try:
-        while not any("sm_pct" in sample.values for sample in telemetry.gpus.devices):
-            assert time.monotonic() < deadline, telemetry.gpus
-            time.sleep(0.02)
+        until(is_complete, "devices and memory have figures")
         registry = CollectorRegistry()
         registry.register(TelemetryCollector(telemetry, {"model_name": "m", "engine": "0"}))
         return list(registry.collect())
