@@ -24,6 +24,7 @@ from evaluation.models import Decision, Label
 from replay.database import create_database_engine
 from replay.models import Diff, Run
 from tests.evaluation.factory import CLASS, NEW_NAME, OLD_NAME, add_run, label
+from tests.waiting import PATIENCE_S
 
 Sessions = sessionmaker[Session]
 
@@ -125,7 +126,10 @@ def test_a_reader_who_leaves_does_not_change_the_decision(
     )
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(timeout=60) == 2
+    try:
+        assert process.wait(PATIENCE_S) == 2
+    finally:
+        process.kill()
 
 
 def test_nothing_recorded_can_drive_the_terminal(

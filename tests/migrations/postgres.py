@@ -7,12 +7,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE_S, until
 
 BINARIES = Path("/usr/lib/postgresql/15/bin")
 
@@ -52,19 +53,20 @@ def _running(data: Path, sockets: Path, user: str | None) -> Iterator[None]:
         yield
     finally:
         server.send_signal(signal.SIGINT)
-        server.wait(timeout=20)
-        log.close()
+        try:
+            server.wait(PATIENCE_S)
+        finally:
+            server.kill()
+            log.close()
 
 
 def _wait_until_ready(sockets: Path, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        ready = subprocess.run(
-            [BINARIES / "pg_isready", "-h", sockets, "-q"], capture_output=True, check=False
-        )
-        if ready.returncode == 0:
-            return
-        if server.poll() is not None:
-            break
-        time.sleep(0.1)
-    pytest.fail(f"PostgreSQL did not start: {(sockets / 'log').read_text()}")
+    command = [BINARIES / "pg_isready", "-h", sockets, "-q"]
+
+    def is_ready() -> bool:
+        ready = subprocess.run(command, capture_output=True, check=False)
+        return ready.returncode == 0
+
+    until(lambda: is_ready() or server.poll() is not None, "PostgreSQL is ready", poll_s=0.1)
+    if server.poll() is not None:
+        pytest.fail(f"PostgreSQL did not start: {(sockets / 'log').read_text()}")

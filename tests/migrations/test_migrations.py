@@ -18,6 +18,7 @@ from replay.database import Base, create_database_engine, open_sessions, shown
 from replay.errors import DatabaseError
 from replay.models import Build, Run
 from tests.migrations.postgres import postgres_server
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +88,13 @@ def test_upgrades_started_together_do_not_collide(url: str) -> None:
         subprocess.Popen([sys.executable, "-c", program, url], stderr=subprocess.PIPE)
         for _ in range(2)
     ]
-    for process in processes:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors.decode()
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, errors.decode()
+    finally:
+        for process in processes:
+            process.kill()
     assert migrations.current(url) == migrations.head()
 
 
