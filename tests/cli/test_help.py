@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import typer
@@ -47,7 +47,8 @@ def test_help_shows_an_example(path: tuple[str, ...]) -> None:
 
 
 def test_help_answers_fast() -> None:
-    """Heavy libraries are imported where they are used: the goal is 0.3 s on a quiet machine."""
+    """Heavy libraries are imported where they are used: the goal is 0.3 s on a quiet machine. On a
+    busy one only the time on a processor tells."""
     heavy = ("torch", "duckdb", "streamlit", "fastapi", "sqlalchemy", "numba", "numpy", "httpx")
     probe = f"""
 import sys
@@ -59,14 +60,14 @@ sys.exit(", ".join(name for name in {heavy!r} if name in sys.modules) or 0)
         [sys.executable, "-c", probe], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, f"imported for --help: {result.stderr}"
-    fastest = min(_timed_help() for _ in range(5))
-    assert fastest < 1.0
+    assert min(_cpu_s_of_help() for _ in range(5)) < 1.0
 
 
-def _timed_help() -> float:
-    began = time.perf_counter()
+def _cpu_s_of_help() -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run("--help").returncode == 0
-    return time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_an_error_is_one_line_and_a_code(tmp_path) -> None:
