@@ -37,6 +37,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.bench_ingest
 	$(BIN)/python -m benchmarks.bench_scheduler
 	$(BIN)/python -m benchmarks.bench_engine_cpu
+	$(BIN)/python -m benchmarks.bench_tracing
 	$(BIN)/python -m benchmarks.bench_why
 	$(BIN)/python -m benchmarks.bench_proxy
 	$(BIN)/python -m benchmarks.bench_traffic

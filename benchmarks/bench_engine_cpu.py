@@ -71,7 +71,7 @@ def _peers(
     arguments: argparse.Namespace, model: Path, threads: int
 ) -> Iterator[tuple[dict[str, Measure], dict[str, Any]]]:
     """The variants to measure by name, and what to note of them; all are shut down after."""
-    with tempfile.TemporaryDirectory(dir=_memory_directory()) as scratch:
+    with tempfile.TemporaryDirectory(dir=memory_directory()) as scratch:
         variants: dict[str, Measure] = {}
         closers: list[Callable[[], None]] = []
         for weights in arguments.weights:
@@ -93,7 +93,7 @@ def _peers(
                 close()
 
 
-def _memory_directory() -> str | None:
+def memory_directory() -> str | None:
     """Rings live in shared memory where there is any, as in the product."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
@@ -114,12 +114,12 @@ def _engine(
         limits=Limits(max_running=16, token_budget=1024),
         queue_limits=QueueLimits(requests=64, prompt_tokens=65536),
         metrics=EngineMetrics("bench"),
-        tracer=None if ring is None else _tracer(ring, loaded.info),
+        tracer=None if ring is None else make_tracer(ring, loaded.info),
     )
     engine.start()
 
     def measure(batch: int, prompt: int, tokens: int, seed: int) -> dict[str, float]:
-        requests = _requests(batch, prompt, tokens, seed)
+        requests = make_requests(batch, prompt, tokens, seed)
         for handle in [engine.submit(request) for request in requests]:
             for _ in handle:
                 pass
@@ -132,7 +132,7 @@ def _engine(
     return measure, lambda: engine.stop(drain=False)
 
 
-def _requests(batch: int, prompt: int, tokens: int, seed: int) -> list[Any]:
+def make_requests(batch: int, prompt: int, tokens: int, seed: int) -> list[Any]:
     """Requests with random prompts, so that none finds its prefix in the cache."""
     from engine.request import Request, SamplingParams
 
@@ -141,7 +141,7 @@ def _requests(batch: int, prompt: int, tokens: int, seed: int) -> list[Any]:
     return [Request(uuid4().bytes, ids, params) for ids in prompts]
 
 
-def _tracer(path: Path, info: dict[str, Any]) -> Any:
+def make_tracer(path: Path, info: dict[str, Any]) -> Any:
     from capture.frames import TraceWriter
     from capture.ring import RingWriter
     from engine.tracer import StepTracer
