@@ -180,8 +180,6 @@ class GpuMonitor:
         for line in process.stdout:
             if not line.endswith("\n"):  # it was killed while it wrote
                 break
-            if not line.startswith("{"):  # the driver's library prints, too
-                continue
             report = json.loads(line)
             now_s = self._heard_s = time.monotonic()
             if not report["devices"]:  # until it has read them: what its predecessor knew

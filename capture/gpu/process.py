@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
+from typing import IO, Any
 
 from capture.gpu.nvml import Calls, Device, MissingError, Nvml, Reading, UnavailableError, attach
 
@@ -89,9 +89,20 @@ def _pynvml() -> Any:
     return pynvml
 
 
+def _reports_alone() -> IO[str]:
+    """What was the standard output, for reports; what the driver's library prints goes nowhere: it
+    could come in the middle of one."""
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return output
+
+
 def main(visible: str | None, period_s: float) -> None:
     """Report until the input ends: whoever started this process is then gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started it
+    output = _reports_alone()
     reader = Reader(visible, period_s)
     reader.start()
     alive = True
@@ -101,7 +112,7 @@ def main(visible: str | None, period_s: float) -> None:
             break
         alive = reader.alive
         try:
-            print(json.dumps(reader.report()), flush=True)
+            print(json.dumps(reader.report()), file=output, flush=True)
         except BrokenPipeError:
             break
     os._exit(0)  # a thread that hangs in a call must not keep the process
