@@ -200,12 +200,13 @@ def checked_text(sql: str) -> str:
 
 
 class _Watchdog:
-    """Kills the process when its time is up."""
+    """Kills the process when its time is up; once it is cancelled, never."""
 
     def __init__(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.fired = False
         self._process = process
+        self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._arm(START_S)
 
@@ -213,18 +214,23 @@ class _Watchdog:
         self._arm(self.timeout_s)
 
     def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
 
     def _arm(self, seconds: float) -> None:
         self.cancel()
-        self._timer = threading.Timer(seconds, self._fire)
-        self._timer.daemon = True
-        self._timer.start()
+        timer = threading.Timer(seconds, self._fire)
+        timer.daemon = True
+        self._timer = timer
+        timer.start()
 
     def _fire(self) -> None:
-        self.fired = True
-        self._process.kill()
+        with self._lock:
+            if self._timer is not None:
+                self.fired = True
+                self._process.kill()
 
 
 def _start(place: LakePlace, limits: QueryLimits) -> subprocess.Popen[bytes]:

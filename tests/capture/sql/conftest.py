@@ -10,8 +10,9 @@ import pytest
 from capture.sql.query import QueryLimits, QuerySession
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import engine
+from tests.waiting import PATIENCE_S
 
-LIMITS = QueryLimits(timeout_s=1.0, memory_mib=128)
+LIMITS = QueryLimits(timeout_s=PATIENCE_S, memory_mib=128)
 
 
 @pytest.fixture(scope="session")

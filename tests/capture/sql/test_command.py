@@ -23,6 +23,7 @@ from capture.sql.query import QueryLimits, QuerySession, run_query
 from cli.main import app
 from tests.capture.lakes import place_of
 from tests.capture.sql.conftest import LIMITS
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def _in_the_warm_process(session: QuerySession, monkeypatch: pytest.MonkeyPatch)
     @contextmanager
     def taken(place: LakePlace, limits: QueryLimits | None = None) -> Iterator[QuerySession]:
         require_catalog(place)
-        session.limits = replace(limits or LIMITS, timeout_s=10.0)
+        session.limits = replace(limits or LIMITS, timeout_s=PATIENCE_S)
         yield session
 
     monkeypatch.setattr("capture.sql.query.QuerySession", taken)

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,6 +34,8 @@ from capture.console.output import Format, write
 from capture.console.shell import Shell, is_complete, open_history
 from capture.console.watch import watch
 from capture.sql.query import QuerySession
+from tests.capture.sql.computing import children, cpu_s
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")
@@ -206,23 +210,28 @@ def test_markdown_keeps_its_table_whatever_the_text() -> None:
     ]
 
 
-def command(home: Path, *arguments: str, **options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def command(home: Path, *arguments: str, **options: object) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, "-m", "cli", "sql", *arguments],
         env={**os.environ, "INFERLOOP_HOME": str(home)},
         text=True,
         **options,  # type: ignore[call-overload]
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_watching_without_a_terminal_prints_each_result_with_its_time(home: Path) -> None:
-    watched = command(
+    with command(
         home, "--watch", "0.1", "SELECT 7 AS seven", "-f", "csv", stdout=subprocess.PIPE
-    )
-    assert watched.stdout is not None
-    lines = [watched.stdout.readline().rstrip() for _ in range(8)]
-    watched.send_signal(signal.SIGINT)
-    assert watched.wait(20) == 0
+    ) as watched:
+        assert watched.stdout is not None
+        lines = [watched.stdout.readline().rstrip() for _ in range(8)]
+        watched.send_signal(signal.SIGINT)
+        assert watched.wait(PATIENCE_S) == 0
     for start in (0, 4):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  every 0.1 s", lines[start])
         assert lines[start + 1 : start + 4] == ["seven", "7", ""]
@@ -262,21 +271,23 @@ def test_a_history_that_cannot_be_kept_ends_no_session(
 
 def test_without_a_terminal_the_query_is_read_from_standard_input(home: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = command(home, "-f", "csv", **pipes)
-    assert process.communicate("SELECT 5 AS five") == ("five\n5\n", "")
+    with command(home, "-f", "csv", **pipes) as process:
+        assert process.communicate("SELECT 5 AS five", PATIENCE_S) == ("five\n5\n", "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_below_standard_output_is_one_line(home: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        process = command(home, "FROM tokens", stdout=full, stderr=subprocess.PIPE)
-        _, errors = process.communicate(timeout=60)
+    with (
+        Path("/dev/full").open("w") as full,
+        command(home, "FROM tokens", stdout=full, stderr=subprocess.PIPE) as process,
+    ):
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert errors.splitlines()[0] == "inferloop: cannot write the result: No space left on device"
 
 
 class Terminal:
-    """`inferloop sql` on a terminal of its own, as a person uses it."""
+    """`inferloop sql` on a terminal of its own, as a person uses it; ends with its block."""
 
     def __init__(self, home: Path) -> None:
         self.pid, self._handle = pty.fork()
@@ -285,13 +296,27 @@ class Terminal:
             os.execv(sys.executable, [sys.executable, "-m", "cli", "sql"])
         fcntl.ioctl(self._handle, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self._seen = b""
+        self._status: int | None = None
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._handle)
+
+    def computed_s(self) -> float:
+        """CPU seconds of the query process."""
+        return sum(cpu_s(pid) for pid in children(self.pid))
 
     def type(self, keys: str) -> None:
         os.write(self._handle, keys.encode())
 
     def wait_for(self, pattern: str) -> None:
         """Until the screen has shown `pattern` since the last time."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not (found := re.search(pattern.encode(), self._seen, re.DOTALL)):
             assert time.monotonic() < deadline, self._seen[-2000:]
             if select.select([self._handle], [], [], 1.0)[0]:
@@ -299,28 +324,32 @@ class Terminal:
         self._seen = self._seen[found.end() :]
 
     def exit_code(self) -> int:
-        deadline = time.monotonic() + 60
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return os.waitstatus_to_exitcode(ended[1])
+        def ended() -> bool:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = status if pid else None
+            return bool(pid)
+
+        until(ended, "the shell's end")
+        assert self._status is not None
+        return os.waitstatus_to_exitcode(self._status)
 
 
 def test_the_shell_on_a_terminal(home: Path) -> None:
-    terminal = Terminal(home)
-    terminal.wait_for("read-only")
-    terminal.wait_for("inferloop>")
-    terminal.type("SELECT 1234 * 56\rAS answer;\r")
-    terminal.wait_for("69104.*inferloop>")
-    terminal.type("SELECT sum(a.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e;\r")
-    terminal.wait_for(r"\x1b\[\?2004l")  # it left the line: the query runs
-    time.sleep(0.3)
-    terminal.type("\x03\x03\x03")  # impatient
-    terminal.wait_for("inferloop>")
-    terminal.type("SELECT 1234 * 57 AS next;\r")
-    terminal.wait_for("70338.*inferloop>")
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    with Terminal(home) as terminal:
+        terminal.wait_for("read-only")
+        terminal.wait_for("inferloop>")
+        terminal.type("SELECT 1234 * 56\rAS answer;\r")
+        terminal.wait_for("69104.*inferloop>")
+        before_s = terminal.computed_s()
+        terminal.type("SELECT sum(a.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e;\r")
+        until(lambda: terminal.computed_s() > before_s + 0.1, "a query that runs")
+        terminal.wait_for(r"\x1b\[\?2004l")  # it left the line
+        terminal.type("\x03\x03\x03")  # impatient
+        terminal.wait_for("inferloop>")
+        terminal.type("SELECT 1234 * 57 AS next;\r")
+        terminal.wait_for("70338.*inferloop>")
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
     history = home / "sql_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert "+AS answer;" in history.read_text()
