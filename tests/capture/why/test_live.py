@@ -1,6 +1,7 @@
 """The causes as a real engine makes them: scheduled, traced, collected and judged end to end.
 
-The runner has no model: it sleeps as long as the work would take and says so in its durations.
+The runner has no model: it sleeps as long as the work would take and says so in its durations. The
+engine's clock moves only when somebody sleeps, so that a busy machine is no cause of its own.
 """
 
 from __future__ import annotations
@@ -34,56 +35,82 @@ from tests.capture.lakes import commit_rings
 from tests.capture.rings import MIB, new_ring
 from tests.engine.fake_runner import ByteTokenizer, FakeRunner
 from tests.engine.live_server import TEXT, body, live_server
+from tests.waiting import until
 
 STEP_S = 0.004
 TOKEN_S = 0.0001
 PAUSE_S = 0.2
+TOKENS = 400
+"""Of an answer that fits into no buffer."""
+
+
+class Clock:
+    """Stands in for the module `time`: sleeping is all that takes any."""
+
+    def __init__(self) -> None:
+        self._ns = time.monotonic_ns()
+
+    def sleep(self, seconds: float) -> None:
+        self._ns += round(seconds * 1e9)
+
+    def monotonic_ns(self) -> int:
+        return self._ns
+
+    def monotonic(self) -> float:
+        return self._ns / 1e9
+
+    def time_ns(self) -> int:
+        return time.time_ns()
 
 
 class SleepingRunner(FakeRunner):
     """A step takes STEP_S and TOKEN_S for each prompt token. `forward_late` and `sample_late` map
-    a step's number to what it takes longer."""
+    a step's number to what happens in it besides."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"num_blocks": 400, "max_model_len": 4000, **options})
-        self.forward_late: dict[int, Callable[[], None]] = {}
-        self.sample_late: dict[int, Callable[[], None]] = {}
+        self.clock = Clock()
+        self.forward_late: dict[int, Callable[[], object]] = {}
+        self.sample_late: dict[int, Callable[[], object]] = {}
 
     def run(self, batch: StepBatch) -> StepResult:
         number = len(self.steps)
-        began = time.perf_counter()
-        time.sleep(STEP_S + TOKEN_S * (len(batch.token_ids) - len(batch.sampling)))
+        began_ns = self.clock.monotonic_ns()
+        self.clock.sleep(STEP_S + TOKEN_S * (len(batch.token_ids) - len(batch.sampling)))
         self.forward_late.get(number, bool)()
-        computed = time.perf_counter()
+        computed_ns = self.clock.monotonic_ns()
         result = super().run(batch)
         self.sample_late.get(number, bool)()
-        sampled = time.perf_counter()
+        sampled_ns = self.clock.monotonic_ns()
         return replace(
-            result, forward_us=(computed - began) * 1e6, sample_us=(sampled - computed) * 1e6
+            result,
+            prepare_us=0.0,
+            forward_us=(computed_ns - began_ns) / 1e3,
+            sample_us=(sampled_ns - computed_ns) / 1e3,
         )
 
+    def pause(self) -> None:
+        self.clock.sleep(PAUSE_S)
 
-def pause() -> None:
-    time.sleep(PAUSE_S)
+    def collect_garbage(self) -> None:
+        """One collection that takes many times as long as a step."""
 
+        def take_time(phase: str, _: dict[str, Any]) -> None:
+            if phase == "start":
+                self.pause()
 
-def collect_garbage() -> None:
-    """One collection that takes many times as long as a step."""
-    gc.disable()
-    cycles: list[Any] = []
-    for _ in range(250_000):
-        cycle: list[Any] = []
-        cycle.append(cycle)
-        cycles.append(cycle)
-    del cycles, cycle
-    gc.enable()
-    gc.collect()
+        gc.callbacks.append(take_time)
+        gc.collect()
+        gc.callbacks.remove(take_time)
 
 
 @contextmanager
 def engine(home: Path, runner: SleepingRunner, **limits: int) -> Iterator[Engine]:
-    """An engine that traces into a ring of `home`, at work until the block ends."""
-    with traced(home) as writer:
+    """An engine that traces into a ring of `home` by the runner's clock, at work until the block
+    ends. Garbage is collected when a test says so."""
+    with pytest.MonkeyPatch.context() as patch, uncollected(), traced(home) as writer:
+        for module in ("capture.ring", "engine.core", "engine.gc_watch", "engine.tracer"):
+            patch.setattr(f"{module}.time", runner.clock)
         limits = {"max_running": 8, "token_budget": 640, **limits}
         running = Engine(
             runner,
@@ -94,8 +121,20 @@ def engine(home: Path, runner: SleepingRunner, **limits: int) -> Iterator[Engine
             tracer=StepTracer(writer),
         )
         running.start()
-        yield running
-        running.stop()
+        try:
+            yield running
+        finally:
+            runner.release()
+            running.stop()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager
@@ -107,12 +146,13 @@ def traced(home: Path) -> Iterator[TraceWriter]:
     ring.close()
 
 
-def request(prompt: int = 12, tokens: int = 100, **options: Any) -> Request:
-    """Prompts never share a prefix: their first token differs."""
+def request(runner: SleepingRunner, prompt: int = 12, tokens: int = 100, **options: Any) -> Request:
+    """One that arrives now. Prompts never share a prefix: their first token differs."""
     identity = uuid4().bytes
     prompt_ids = [identity[0], identity[1], *([65] * (prompt - 2))]
     params = SamplingParams(tokens, temperature=0.0, ignore_eos=True)
-    return Request(identity, prompt_ids, params, **options)
+    now_ns = runner.clock.monotonic_ns()
+    return Request(identity, prompt_ids, params, arrival_ns=now_ns, **options)
 
 
 def served(handle: RequestHandle) -> str:
@@ -123,87 +163,100 @@ def served(handle: RequestHandle) -> str:
     return handle.request.request_id.hex()
 
 
-def played(home: Path, prepare: Callable[[Engine, SleepingRunner], None] = lambda *_: None) -> str:
+def played(home: Path, prepare: Callable[[Engine, SleepingRunner], None]) -> str:
     """One request of 100 tokens alone, with something prepared for its course."""
     runner = SleepingRunner()
     with engine(home, runner) as running:
         prepare(running, runner)
-        return served(running.submit(request()))
+        return served(running.submit(request(runner)))
 
 
 def slow_forward(_: Engine, runner: SleepingRunner) -> None:
-    runner.forward_late[50] = pause
+    runner.forward_late[50] = runner.pause
 
 
 def slow_sampling(_: Engine, runner: SleepingRunner) -> None:
-    runner.sample_late[50] = pause
+    runner.sample_late[50] = runner.pause
 
 
 def garbage(_: Engine, runner: SleepingRunner) -> None:
-    runner.sample_late[50] = collect_garbage
+    runner.sample_late[50] = runner.collect_garbage
 
 
-def slow_scheduling(running: Engine, _: SleepingRunner) -> None:
+def slow_scheduling(running: Engine, runner: SleepingRunner) -> None:
     scheduler: Any = running.scheduler
     schedule = scheduler.schedule
 
     def late(now_ns: int) -> Any:
         if running._step_id == 50:
-            pause()
+            runner.pause()
         return schedule(now_ns)
 
     scheduler.schedule = late
 
 
-def slow_delivery(running: Engine, _: SleepingRunner) -> None:
+def slow_delivery(running: Engine, runner: SleepingRunner) -> None:
     """The engine's thread is kept from its next step."""
     commit = running.scheduler.commit
 
     def late(*arguments: Any) -> None:
         commit(*arguments)
         if running._step_id == 50:
-            pause()
+            runner.pause()
 
     running.scheduler.commit = late  # type: ignore[method-assign]
 
 
 def long_prompt(home: Path) -> str:
-    with engine(home, SleepingRunner()) as running:
-        subject = running.submit(request())
-        time.sleep(40 * STEP_S)
-        served(running.submit(request(prompt=600, tokens=2, tenant="bulk")))
-        return served(subject)
+    runner, handles = SleepingRunner(), []
+    with engine(home, runner) as running:
+
+        def another() -> None:
+            bulk = request(runner, prompt=600, tokens=2, tenant="bulk")
+            handles.append(running.submit(bulk))
+
+        runner.forward_late[40] = another
+        subject = served(running.submit(request(runner)))
+        served(handles[0])
+        return subject
 
 
 def little_memory(home: Path) -> str:
     """Both grow until one block is missing: the one that came last makes room."""
-    with engine(home, SleepingRunner(num_blocks=12)) as running:
-        first = running.submit(request(tokens=100))
-        subject = running.submit(request(tokens=100))
+    runner = SleepingRunner(num_blocks=12)
+    runner.hold(after=0)
+    with engine(home, runner) as running:
+        first = running.submit(request(runner, tokens=100))
+        subject = running.submit(request(runner, tokens=100))
+        runner.release()
         served(first)
         return served(subject)
 
 
 def one_seat(home: Path) -> str:
-    with engine(home, SleepingRunner(), max_running=1) as running:
-        first = running.submit(request(tenant="busy"))
-        subject = running.submit(request(tokens=20))
+    runner = SleepingRunner()
+    runner.hold(after=0)
+    with engine(home, runner, max_running=1) as running:
+        first = running.submit(request(runner, tenant="busy"))
+        subject = running.submit(request(runner, tokens=20))
+        runner.release()
         served(first)
         return served(subject)
 
 
 def lost_prefix(home: Path) -> str:
     """Everybody shares a long system prompt, but for one who begins differently."""
-    with engine(home, SleepingRunner()) as running:
+    runner = SleepingRunner()
+    with engine(home, runner) as running:
         for _ in range(8):
-            usual = request(prompt=400, tokens=2)
+            usual = request(runner, prompt=400, tokens=2)
             usual.tokens[:2] = [1, 1]
             served(running.submit(usual))
-        return served(running.submit(request(prompt=400, tokens=20)))
+        return served(running.submit(request(runner, prompt=400, tokens=20)))
 
 
 def slow_client(home: Path) -> str:
-    """Streams into buffers that are soon full, to somebody who does not read at first."""
+    """Streams into buffers that are soon full, to somebody who reads when all was computed."""
     with traced(home) as writer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "tests.engine.live_server.bound_waits",
@@ -211,7 +264,7 @@ def slow_client(home: Path) -> str:
         )
         runner = FakeRunner(num_blocks=100, max_model_len=1000)
         with live_server(runner, writer=writer) as server:
-            asked = body(max_tokens=400, stream=True, logprobs=5, ignore_eos=True)
+            asked = body(max_tokens=TOKENS, stream=True, logprobs=5, ignore_eos=True)
             data = json.dumps(asked)
             host, port = server.url.removeprefix("http://").split(":")
             with socket.socket() as client:
@@ -219,12 +272,19 @@ def slow_client(home: Path) -> str:
                 client.connect((host, int(port)))
                 head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
                 client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
-                time.sleep(1.0)
+                until(
+                    lambda: len(runner.steps) == TOKENS and server.engine.scheduler.idle,
+                    "the last token",
+                )
+                time.sleep(0.2)  # what it does: it does not read
                 answer = b""
                 while part := client.recv(65536):
                     answer += part
     return answer.partition(b"x-request-id: ")[2][:32].decode()
 
+
+ANY = -1
+"""Position of the token that lost most, wherever."""
 
 SCENARIOS: dict[str, tuple[Callable[[Path], str], int | None, str, str]] = {
     "forward": (lambda home: played(home, slow_forward), 50, "device slow", "forward time 2"),
@@ -232,8 +292,8 @@ SCENARIOS: dict[str, tuple[Callable[[Path], str], int | None, str, str]] = {
     "schedule": (lambda home: played(home, slow_scheduling), 50, "host slow", "scheduling took"),
     "delivery": (lambda home: played(home, slow_delivery), 50, "engine idle", "no step ran for"),
     "gc": (lambda home: played(home, garbage), 50, "garbage collection pause", "generation 2"),
-    "prefill": (long_prompt, None, "shared a step with a prefill", "600 prompt tokens of"),
-    "memory": (little_memory, None, "preempted", "out of KV blocks"),
+    "prefill": (long_prompt, ANY, "shared a step with a prefill", "600 prompt tokens of"),
+    "memory": (little_memory, ANY, "preempted", "out of KV blocks"),
     "seat": (one_seat, 0, "queued", "behind 1 running"),
     "prefix": (lost_prefix, 0, "prefix miss", "0 of 400 prompt tokens cached"),
     "client": (slow_client, None, "sending slow", "until the last chunk was serialized"),
@@ -266,7 +326,7 @@ def test_a_real_engine_gets_the_verdict_for_what_was_done_to_it(
         "FROM why(?) ORDER BY lost_ms DESC",
         [ids[name]],
     ).fetchall()
-    found = [row for row in rows if position in (None, row[0])]
+    found = [row for row in rows if position in (ANY, row[0])]
     assert found, rows
     assert found[0][1] == cause, rows
     assert evidence in found[0][2]
