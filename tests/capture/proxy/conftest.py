@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -19,10 +20,11 @@ def shared_upstream() -> Iterator[Nasty]:
 def shared_proxy(
     shared_upstream: Nasty, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProxyProcess]:
-    process = ProxyProcess(shared_upstream.url, tmp_path_factory.mktemp("home"), "--timeout-s", "2")
-    wait_for(lambda: shared_upstream.seen)  # it has asked for the models
-    yield process
-    assert process.stop() == 0
+    """It waits for its upstream as long as a busy machine may need."""
+    with ProxyProcess(shared_upstream.url, tmp_path_factory.mktemp("home")) as process:
+        wait_for(process.knows_its_upstream)
+        yield process
+        assert process.stop() == 0
 
 
 @pytest.fixture
@@ -36,3 +38,12 @@ def upstream(shared_upstream: Nasty, shared_proxy: ProxyProcess) -> Nasty:
 def proxy(shared_proxy: ProxyProcess) -> ProxyProcess:
     assert shared_proxy.process.poll() is None
     return shared_proxy
+
+
+@pytest.fixture
+def start_proxy() -> Iterator[Callable[..., ProxyProcess]]:
+    """Starts proxies as `ProxyProcess` does, and ends those that a failed test has left."""
+    with ExitStack() as started:
+        yield lambda *arguments, **variables: started.enter_context(
+            ProxyProcess(*arguments, **variables)
+        )

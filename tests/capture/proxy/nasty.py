@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.waiting import PATIENCE_S
+
 
 @dataclass
 class Conversation:
@@ -74,14 +76,19 @@ class Conversation:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
-    async def gone(self, within_s: float = 5.0) -> bool:
-        """Whether the peer ends the connection in time."""
+    async def gone(self) -> bool:
+        """Whether the peer ends the connection, and says no more before."""
         try:
-            return await asyncio.wait_for(self.reader.read(1), within_s) == b""
+            return await asyncio.wait_for(self.reader.read(1), PATIENCE_S) == b""
         except ConnectionError:
             return True
         except TimeoutError:
             return False
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Go on when something else has happened."""
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 Script = Callable[[Conversation], Awaitable[None]]
@@ -119,7 +126,7 @@ class Nasty:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._ready.wait(5)
+        assert self._ready.wait(PATIENCE_S)
 
     @property
     def url(self) -> str:
@@ -127,7 +134,7 @@ class Nasty:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

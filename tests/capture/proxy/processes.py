@@ -15,14 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import zstandard
 
-from capture.decode import Frame, StepFrame, decode
+from capture.decode import EngineFrame, Frame, StepFrame, decode
 from capture.reader import RingReader
+from tests.waiting import PATIENCE_S
+
+PATIENT: dict[str, Any] = {"trust_env": False, "timeout": PATIENCE_S}
+"""Options of httpx for a machine that may be busy."""
 
 
 class ProxyProcess:
-    """A running proxy with a home of its own."""
+    """A running proxy with a home of its own, which does not outlive a block `with` it."""
 
     def __init__(self, upstream: str, home: Path, *options: str, **variables: str) -> None:
         self.home = home
@@ -41,19 +46,28 @@ class ProxyProcess:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], 30)
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
         line = self.process.stdout.readline() if readable else ""
-        assert "proxying" in line, self.process.communicate(timeout=10)
+        if "proxying" not in line:
+            self.process.kill()
+            raise AssertionError(self.process.communicate())
         self.port = int(line.rsplit(":", 1)[1])
+
+    def __enter__(self) -> ProxyProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(timeout_s)
+        return self.process.wait(PATIENCE_S)
 
     def children(self) -> list[int]:
         """Ids of the processes that it has started."""
@@ -75,6 +89,19 @@ class ProxyProcess:
             return next((r for r in self.records() if r["conversation_id"] == conversation), None)
 
         return wait_for(found)
+
+    def knows_its_upstream(self) -> bool:
+        """Whether the upstream has told its models: from then on it is asked by tests only."""
+        return any(isinstance(frame, EngineFrame) for frame in self.frames())
+
+    def settle(self) -> None:
+        """Wait until all that was asked before is written down: the capture keeps the order. The
+        upstream must answer."""
+        name = f"settled-{time.monotonic_ns()}"
+        question, headers = {"messages": []}, {"X-Conversation": name}
+        url = f"{self.url}/v1/chat/completions"
+        httpx.post(url, json=question, headers=headers, **PATIENT)
+        self.record(name)
 
     def frames(self) -> list[Frame]:
         """All frames in the ring so far."""
@@ -114,13 +141,14 @@ def records_in(home: Path) -> list[dict[str, Any]]:
             data = file.read_bytes()
             if file.suffix == ".zst":
                 data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
-            found += [json.loads(line) for line in data.splitlines() if line.endswith(b"}")]
+            whole = data[: data.rfind(b"\n") + 1]  # a line may be on its way
+            found += [json.loads(line) for line in whole.splitlines()]
     return found
 
 
-def wait_for(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def wait_for(look: Callable[[], Any]) -> Any:
     """The first truthy value of `look`."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         value = look()
         if value:
@@ -129,9 +157,17 @@ def wait_for(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:
         time.sleep(0.01)
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended, be its end noticed or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def raw(port: int, request: bytes) -> bytes:
     """Send bytes, return what comes until the peer closes the connection."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         connection.sendall(request)
         parts = []
         while data := connection.recv(65536):

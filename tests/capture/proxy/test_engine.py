@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from capture.decode import FinishFrame
-from tests.capture.proxy.processes import ProxyProcess, records_in, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, records_in, wait_for
 from tests.engine.tiny_model import write_tiny_model
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -30,22 +30,23 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         *("--kv-tokens", "1024", "--port", "0", "--mirror-share", "1"),
     ]
     ours = {"INFERLOOP_HOME": str(home), "INFERLOOP_RING_DIR": str(home / "rings")}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, env=os.environ | ours | {"INFERLOOP_RING_MIB": "1"}, stdout=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    yield "http://" + line.rsplit("http://", 1)[1].strip(), home
-    process.kill()
-    process.wait()
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            yield "http://" + line.rsplit("http://", 1)[1].strip(), home
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def in_front(engine: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    process = ProxyProcess(engine[0], tmp_path_factory.mktemp("proxy"))
-    yield process
-    assert process.stop() == 0
+    with ProxyProcess(engine[0], tmp_path_factory.mktemp("proxy")) as process:
+        yield process
+        assert process.stop() == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -62,7 +63,7 @@ def test_both_records_agree(
     if path == COMPLETIONS and ids:
         body["logprobs"] = 1
     headers = {"X-Conversation": name, "X-Tenant": "acme", "X-Route": "demo"}
-    answer = httpx.post(in_front.url + path, json=body, headers=headers, trust_env=False)
+    answer = httpx.post(in_front.url + path, json=body, headers=headers, **PATIENT)
     assert answer.status_code == 200, answer.text
 
     seen = in_front.record(name)
@@ -85,14 +86,14 @@ def test_both_records_agree(
 
 def test_refusals_agree(engine: tuple[str, Path], in_front: ProxyProcess) -> None:
     for body in ({"model": "other", "messages": []}, {"model": "tiny"}):
-        direct = httpx.post(engine[0] + CHAT, json=body, trust_env=False)
-        through = httpx.post(in_front.url + CHAT, json=body, trust_env=False)
+        direct = httpx.post(engine[0] + CHAT, json=body, **PATIENT)
+        through = httpx.post(in_front.url + CHAT, json=body, **PATIENT)
         assert (through.status_code, through.content) == (direct.status_code, direct.content)
         assert set(through.headers) == set(direct.headers)
 
 
 def test_pages_of_the_engine_pass(engine: tuple[str, Path], in_front: ProxyProcess) -> None:
-    with httpx.Client(base_url=in_front.url, trust_env=False) as http:
+    with httpx.Client(base_url=in_front.url, **PATIENT) as http:
         assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
         assert "inferloop:num_requests_running" in http.get("/metrics").text
         assert http.get("/health").status_code == 200

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from capture.decode import FinishFrame
-from tests.capture.proxy.processes import ProxyProcess, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, wait_for
 from tests.engine.tiny_model import write_tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -43,24 +43,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         *(sys.executable, "-m", "llama_cpp.server", "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--n_ctx", "512"),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    wait_for(lambda: process.poll() is not None or listens(port), 60.0)
-    yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    process.wait(30)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: process.poll() is not None or listens(port))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def in_front(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyProcess]:
-    process = ProxyProcess(server, tmp_path_factory.mktemp("proxy"))
-    yield process
-    assert process.stop() == 0
+    with ProxyProcess(server, tmp_path_factory.mktemp("proxy")) as process:
+        yield process
+        assert process.stop() == 0
 
 
 def streamed(url: str, **headers: str) -> list[dict[str, Any]]:
     """The events of a streamed answer, without what changes with each."""
     body = QUESTION | {"stream": True}
-    answer = httpx.post(url + CHAT, json=body, headers=headers, trust_env=False, timeout=60)
+    answer = httpx.post(url + CHAT, json=body, headers=headers, **PATIENT)
     assert answer.status_code == 200, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines.pop() == "[DONE]"
@@ -81,9 +82,7 @@ def test_stream_is_the_servers_and_is_captured(server: str, in_front: ProxyProce
 
 def test_answer_in_one_piece_has_its_usage(in_front: ProxyProcess) -> None:
     headers = {"X-Conversation": "whole"}
-    answer = httpx.post(
-        in_front.url + CHAT, json=QUESTION, headers=headers, trust_env=False, timeout=60
-    ).json()
+    answer = httpx.post(in_front.url + CHAT, json=QUESTION, headers=headers, **PATIENT).json()
     record = in_front.record("whole")
     assert record["output_text"] == answer["choices"][0]["message"]["content"]
     assert record["tokens_counted_by"] == "usage"
@@ -93,7 +92,7 @@ def test_answer_in_one_piece_has_its_usage(in_front: ProxyProcess) -> None:
 
 def test_refusal_is_the_servers(server: str, in_front: ProxyProcess) -> None:
     direct, through = (
-        httpx.post(url + CHAT, json={"messages": "none"}, trust_env=False)
+        httpx.post(url + CHAT, json={"messages": "none"}, **PATIENT)
         for url in (server, in_front.url)
     )
     assert through.status_code == direct.status_code >= 400

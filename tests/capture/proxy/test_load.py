@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.capture.proxy.nasty import DONE, Conversation, Nasty, chat_event, chunk
-from tests.capture.proxy.processes import ProxyProcess, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, wait_for
+from tests.waiting import PATIENCE_S
 
 MIB = 1 << 20
 LARGE = 100 * MIB
@@ -23,7 +24,7 @@ KERNEL = 60 * MIB
 def connect(proxy: ProxyProcess) -> socket.socket:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
-    connection.settimeout(20)
+    connection.settimeout(PATIENCE_S)
     connection.connect(("127.0.0.1", proxy.port))
     return connection
 
@@ -51,6 +52,7 @@ def test_slow_client_slows_the_upstream(proxy: ProxyProcess, upstream: Nasty, pa
             sent[0] += len(piece)
         await talk.end_stream()
 
+    proxy.settle()
     upstream.script = script
     before = proxy.rss_mib()
     body = b'{"messages": [], "stream": true}'
@@ -78,6 +80,7 @@ def test_slow_upstream_slows_the_upload(proxy: ProxyProcess, upstream: Nasty) ->
         answer = b"%d" % len(body)
         await talk.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
 
+    proxy.settle()
     upstream.script = script
     before = proxy.rss_mib()
     with connect(proxy) as connection:
@@ -98,7 +101,10 @@ def test_slow_upstream_slows_the_upload(proxy: ProxyProcess, upstream: Nasty) ->
         connection.setblocking(True)
         while sent < LARGE:
             sent += connection.send(piece[: LARGE - sent])
-        assert connection.recv(65536).endswith(b"%d" % LARGE)
+        answer = b""
+        while not answer.endswith(b"%d" % LARGE):
+            answer += (piece := connection.recv(65536))
+            assert piece, f"closed after {answer!r}"
     assert proxy.rss_mib() - before < 40
 
 
@@ -135,15 +141,17 @@ def test_many_long_prompts_at_once_are_all_captured(proxy: ProxyProcess, upstrea
     body = json.dumps({"prompt": [123456] * 500_000, "stream": True})
 
     async def ask_all() -> None:
-        async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=proxy.url, **PATIENT) as http:
             await asyncio.gather(*(http.post("/v1/completions", content=body) for _ in range(8)))
 
     def skipped() -> list[str]:
-        metrics = httpx.get(proxy.url + "/inferloop/metrics", trust_env=False).text
+        metrics = httpx.get(proxy.url + "/inferloop/metrics", **PATIENT).text
         return re.findall(r"capture_skipped_total.*", metrics)
 
+    proxy.settle()
     before = skipped()
     asyncio.run(ask_all())
+    proxy.settle()
     assert skipped() == before
 
 
@@ -172,9 +180,7 @@ def test_fifty_streams_at_once_stay_apart(proxy: ProxyProcess, upstream: Nasty) 
 
     async def ask_all(names: list[str]) -> list[str]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=proxy.url, trust_env=False, limits=limits, timeout=30
-        ) as http:
+        async with httpx.AsyncClient(base_url=proxy.url, limits=limits, **PATIENT) as http:
             return await asyncio.gather(*(ask(http, name) for name in names))
 
     names = [f"stream{index}" for index in range(50)]

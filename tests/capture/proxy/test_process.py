@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -13,14 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
 from capture.collector import Collector
-from capture.decode import EngineFrame
+from capture.decode import EngineFrame, StepFrame
 from capture.lake import LakePlace, open_connection
+from capture.proxy.core import DRAIN_S
 from tests.capture.proxy.nasty import (
     DONE,
     Conversation,
@@ -29,8 +30,10 @@ from tests.capture.proxy.nasty import (
     chat_event,
     usage_event,
 )
-from tests.capture.proxy.processes import ProxyProcess, raw, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, is_running, raw, wait_for
+from tests.waiting import PATIENCE_S
 
+Start = Callable[..., ProxyProcess]
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
@@ -41,7 +44,7 @@ def fails(*arguments: str, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1
@@ -68,16 +71,21 @@ def stream(proxy: ProxyProcess, got: list[bytes], **headers: str) -> threading.T
         try:
             with httpx.stream(
                 "POST", proxy.url + "/v1/chat/completions", json=QUESTION, headers=headers,
-                trust_env=False,
+                **PATIENT,
             ) as answer:  # fmt: skip
                 for piece in answer.iter_raw():
                     got.append(piece)
         except httpx.HTTPError as error:
             got.append(type(error).__name__.encode())
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+def has_two(got: list[bytes]) -> bool:
+    """Whether the first two tokens have come."""
+    return b"".join(got).count(b"data:") >= 2
 
 
 @pytest.fixture
@@ -96,8 +104,7 @@ def slow_upstream(gate: threading.Event) -> object:
         await talk.body()
         await talk.start_stream()
         await talk.events(chat_event("a"), chat_event("b"), pause_s=0.02)
-        while not gate.is_set():
-            await asyncio.sleep(0.01)
+        await talk.until(gate.is_set)
         await talk.events(
             chat_event("c"), chat_event(finish_reason="stop"), usage_event(5, 3), DONE,
             pause_s=0.02,
@@ -132,17 +139,17 @@ def refuses(port: int) -> bool:
 
 
 def test_stop_finishes_what_is_in_flight_and_the_lake_has_it(
-    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+    start_proxy: Start, tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
 ) -> None:
-    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
     thread = stream(proxy, got, **{"X-Tenant": "acme"})
-    wait_for(lambda: len(got) >= 2)
+    wait_for(lambda: has_two(got))
     proxy.process.send_signal(signal.SIGTERM)
     wait_for(lambda: refuses(proxy.port))
     gate.set()
-    thread.join(10)
-    assert proxy.process.wait(10) == 0
+    thread.join(PATIENCE_S)
+    assert proxy.stop() == 0
     assert b"".join(got).endswith(DONE)
 
     with open_connection(collect(proxy)) as lake:
@@ -160,25 +167,33 @@ def test_stop_finishes_what_is_in_flight_and_the_lake_has_it(
         lost = lake.execute("SELECT count(*) FROM losses").fetchall()
         model = lake.execute("SELECT model FROM engines").fetchall()
     ((tenant, outcome, tokens, prompt, ttft_ms, tpot_ms, duration_ms),) = rows
+    ((count, forwards, devices, decoded),) = steps
     assert (tenant, outcome, tokens, prompt) == ("acme", "stop", 3, None)
     assert 0 < ttft_ms < duration_ms
     assert tpot_ms == pytest.approx(sum(gap[1] for gap in gaps) / 2, rel=0.01)
     assert [gap[0] for gap in gaps] == [1, 2]
     assert {gap[2:] for gap in gaps} == {(-1, None, None)}
-    assert steps == [(3, 0, 0, 3)]
+    assert 1 <= count <= 3, "tokens that come at once share a step"
+    assert (forwards, devices, decoded) == (0, 0, 3)
     assert json.loads(usage[0][0])["prompt_tokens"] == 5
     assert (lost, model) == ([(0,)], [("tiny",)])
 
 
+def tokens_in_ring(proxy: ProxyProcess) -> int:
+    return sum(len(f.rows["slot"]) for f in proxy.frames() if isinstance(f, StepFrame))
+
+
 @pytest.mark.kill
-def test_ring_of_a_killed_proxy_is_drained(tmp_path: Path, slow_upstream: Nasty) -> None:
-    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+def test_ring_of_a_killed_proxy_is_drained(
+    start_proxy: Start, tmp_path: Path, slow_upstream: Nasty
+) -> None:
+    proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
     thread = stream(proxy, got)
-    wait_for(lambda: len(got) >= 2)
-    time.sleep(0.05)
+    wait_for(lambda: has_two(got))
+    wait_for(lambda: tokens_in_ring(proxy) == 2)
     proxy.stop(signal.SIGKILL)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert got[-1] in (b"RemoteProtocolError", b"ReadError")
     with open_connection(collect(proxy)) as lake:
         outcome = lake.execute("SELECT outcome, output_tokens FROM request_latency").fetchall()
@@ -187,34 +202,41 @@ def test_ring_of_a_killed_proxy_is_drained(tmp_path: Path, slow_upstream: Nasty)
     assert tokens == [(2,)]
 
 
-def test_second_signal_waits_no_longer(tmp_path: Path, slow_upstream: Nasty) -> None:
-    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+def test_second_signal_waits_no_longer(
+    start_proxy: Start, tmp_path: Path, slow_upstream: Nasty
+) -> None:
+    proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
     thread = stream(proxy, got)
-    wait_for(lambda: len(got) >= 2)
+    wait_for(lambda: has_two(got))
+    began = time.monotonic()
     proxy.process.send_signal(signal.SIGINT)
-    time.sleep(0.1)
-    assert proxy.stop(signal.SIGINT, 5) == 0
-    thread.join(10)
+    wait_for(lambda: refuses(proxy.port))
+    proxy.process.send_signal(signal.SIGINT)
+    thread.join(PATIENCE_S)
+    assert time.monotonic() - began < DRAIN_S
+    assert proxy.stop() == 0
     assert got[-1] == b"RemoteProtocolError"
     (record,) = proxy.records()
     assert record["error_type"] == "proxy_stopped"
 
 
-def test_upstream_that_is_down(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    proxy = ProxyProcess(url, tmp_path)
-    answer = httpx.post(proxy.url + "/v1/chat/completions", json=QUESTION, trust_env=False)
+def test_upstream_that_is_down(start_proxy: Start, tmp_path: Path) -> None:
+    unused = socket.socket()  # kept, so that nobody else gets the port; it does not listen
+    unused.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    proxy = start_proxy(url, tmp_path)
+    answer = httpx.post(proxy.url + "/v1/chat/completions", json=QUESTION, **PATIENT)
     error = answer.json()["error"]
     assert answer.status_code == 502
     assert error["code"] == "upstream_unreachable"
     assert url in error["message"]
-    health = httpx.get(proxy.url + "/inferloop/health", trust_env=False).json()
+    health = httpx.get(proxy.url + "/inferloop/health", **PATIENT).json()
     assert "cannot be reached" in health["last_upstream_error"]
     (record,) = wait_for(proxy.records)
     assert (record["status"], record["error_type"]) == (502, "upstream_error")
     assert proxy.stop() == 0
+    unused.close()
 
 
 @pytest.fixture
@@ -232,16 +254,19 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return files
 
 
-def test_upstream_over_tls(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+def test_upstream_over_tls(
+    start_proxy: Start, tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(*certificate)
     upstream = Nasty(tls)
-    trusting = ProxyProcess(upstream.url, tmp_path / "a", SSL_CERT_FILE=str(certificate[0]))
+    trusting = start_proxy(upstream.url, tmp_path / "a", SSL_CERT_FILE=str(certificate[0]))
     for _ in range(2):
         answer = raw(trusting.port, b"GET /x HTTP/1.1\r\nHost: mine\r\nConnection: close\r\n\r\n")
         assert answer.endswith(b"hello")
-    assert upstream.seen[-1].header("host") == upstream.url.removeprefix("https://")
-    doubting = ProxyProcess(upstream.url, tmp_path / "b")
+    hosts = {talk.header("host") for talk in upstream.seen if talk.path == "/x"}
+    assert hosts == {upstream.url.removeprefix("https://")}
+    doubting = start_proxy(upstream.url, tmp_path / "b")
     answer = raw(doubting.port, b"GET /x HTTP/1.1\r\nHost: mine\r\nConnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 502 ")
     assert b"certificate" in answer
@@ -251,17 +276,17 @@ def test_upstream_over_tls(tmp_path: Path, certificate: tuple[Path, Path]) -> No
 
 @pytest.mark.kill
 def test_mirror_that_dies_does_not_stop_the_forwarding(
-    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+    start_proxy: Start, tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
 ) -> None:
     gate.set()
-    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    proxy = start_proxy(slow_upstream.url, tmp_path)
     os.kill(proxy.children()[0], signal.SIGKILL)
 
     def ask() -> str:
         got: list[bytes] = []
-        stream(proxy, got).join(10)
+        stream(proxy, got).join(PATIENCE_S)
         assert b"".join(got).endswith(DONE)
-        return httpx.get(proxy.url + "/inferloop/metrics", trust_env=False).text
+        return httpx.get(proxy.url + "/inferloop/metrics", **PATIENT).text
 
     wait_for(lambda: 'records_skipped_total{reason="mirror_gone"}' in ask())
     assert proxy.stop() == 0
@@ -271,16 +296,16 @@ def test_mirror_that_dies_does_not_stop_the_forwarding(
 
 @pytest.mark.kill
 def test_mirror_of_a_killed_proxy_writes_what_it_has(
-    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+    start_proxy: Start, tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
 ) -> None:
     gate.set()
-    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
-    stream(proxy, got).join(10)
+    stream(proxy, got).join(PATIENCE_S)
     wait_for(proxy.records)
     (mirror,) = proxy.children()
     proxy.stop(signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{mirror}").exists())
+    wait_for(lambda: not is_running(mirror))
     assert not list((tmp_path / "traffic").glob("*.part"))
     assert len(proxy.records()) == 1
 
@@ -293,7 +318,7 @@ def test_traffic_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path)
 
 
 def test_clients_words_do_not_end_the_trace(
-    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+    start_proxy: Start, tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
 ) -> None:
     """An upstream that lists no models is described by what a client asks for."""
     gate.set()
@@ -306,12 +331,11 @@ def test_clients_words_do_not_end_the_trace(
             await tell(talk)
 
     slow_upstream.script = no_models
-    proxy = ProxyProcess(slow_upstream.url, tmp_path)
-    wait_for(lambda: slow_upstream.seen)
+    proxy = start_proxy(slow_upstream.url, tmp_path)
     question = QUESTION | {"model": "m" * 2_000_000}
-    httpx.post(proxy.url + "/v1/chat/completions", json=question, trust_env=False)
+    httpx.post(proxy.url + "/v1/chat/completions", json=question, **PATIENT)
     wait_for(proxy.records)
-    assert httpx.get(proxy.url + "/inferloop/health", trust_env=False).json()["trace"] == "ok"
+    assert httpx.get(proxy.url + "/inferloop/health", **PATIENT).json()["trace"] == "ok"
     assert [frame.info["model"] for frame in proxy.frames() if isinstance(frame, EngineFrame)] == [
         "m" * 256
     ]
@@ -319,7 +343,7 @@ def test_clients_words_do_not_end_the_trace(
 
 
 def test_trace_that_fails_later_does_not_stop_the_forwarding(
-    tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
+    start_proxy: Start, tmp_path: Path, slow_upstream: Nasty, gate: threading.Event
 ) -> None:
     """An ENGINE frame over the ring's limit stands for any error of the trace."""
     gate.set()
@@ -333,13 +357,13 @@ def test_trace_that_fails_later_does_not_stop_the_forwarding(
 
     script = slow_upstream.script
     slow_upstream.script = many_models
-    proxy = ProxyProcess(slow_upstream.url, tmp_path)
+    proxy = start_proxy(slow_upstream.url, tmp_path)
     health = proxy.url + "/inferloop/health"
-    wait_for(lambda: "FrameTooLarge" in httpx.get(health, trust_env=False).json()["trace"])
-    metrics = httpx.get(proxy.url + "/inferloop/metrics", trust_env=False).text
+    wait_for(lambda: "FrameTooLarge" in httpx.get(health, **PATIENT).json()["trace"])
+    metrics = httpx.get(proxy.url + "/inferloop/metrics", **PATIENT).text
     assert "inferloop:proxy_trace_failed 1.0" in metrics
     got: list[bytes] = []
-    stream(proxy, got).join(10)
+    stream(proxy, got).join(PATIENCE_S)
     assert b"".join(got).endswith(DONE)
     (record,) = wait_for(proxy.records)
     assert record["output_text"] == "abc"

@@ -4,11 +4,13 @@ ones, and sides that stop in the middle."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
-from tests.capture.proxy.nasty import Conversation, Nasty
-from tests.capture.proxy.processes import ProxyProcess, raw
+from tests.capture.proxy.nasty import Conversation, Nasty, answer_hello
+from tests.capture.proxy.processes import ProxyProcess, raw, wait_for
+from tests.waiting import PATIENCE_S
 
 GET = b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: h\r\n"
@@ -92,27 +94,40 @@ def test_answer_that_is_a_bad_gateway(proxy: ProxyProcess, upstream: Nasty, kind
     assert b'"message": "the upstream s' in answer
 
 
-def test_silent_upstream_is_a_timeout(proxy: ProxyProcess, upstream: Nasty) -> None:
+@pytest.fixture(scope="module")
+def impatient(
+    shared_upstream: Nasty, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProxyProcess]:
+    """A proxy that waits for nobody; a pause of the machine must not matter to who asks it."""
+    shared_upstream.script = answer_hello
+    home, options = tmp_path_factory.mktemp("impatient"), ("--timeout-s", "0.2")
+    with ProxyProcess(shared_upstream.url, home, *options) as process:
+        wait_for(process.knows_its_upstream)
+        yield process
+        assert process.stop() == 0
+
+
+def test_silent_upstream_is_a_timeout(impatient: ProxyProcess, upstream: Nasty) -> None:
     async def script(talk: Conversation) -> None:
-        await talk.gone(20)
+        await talk.gone()
 
     upstream.script = script
-    answer = raw(proxy.port, GET)
+    answer = raw(impatient.port, GET)
     assert answer.startswith(b"HTTP/1.1 504 ")
-    assert b"silent for 2 s" in answer
+    assert b"silent for 0.2 s" in answer
     assert b'"code": "upstream_timeout"' in answer
 
 
 def test_client_that_stops_in_its_upload_is_not_the_upstreams_fault(
-    proxy: ProxyProcess, upstream: Nasty
+    impatient: ProxyProcess, upstream: Nasty
 ) -> None:
-    answer = raw(proxy.port, POST + b"Content-Length: 100\r\n\r\nsome")
+    answer = raw(impatient.port, POST + b"Content-Length: 100\r\n\r\nsome")
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"the rest of the request did not come for 2 s" in answer
+    assert b"the rest of the request did not come for 0.2 s" in answer
 
 
 def test_endless_head_is_refused(proxy: ProxyProcess, upstream: Nasty) -> None:
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"a" * 1_400_000)
         assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
     assert not upstream.seen
