@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from evaluation.models import Label, Presentation
-from tests.dashboard.browser import dashboard, needs_chromium, new_page
+from tests.dashboard.browser import dashboard, needs_chromium, new_page, until_idle
 from tests.evaluation.factory import CLASS, NEW_NAME, OLD_NAME, add_run, fresh_sessions, label
 
 SECRETS = [
@@ -60,6 +60,7 @@ def test_judging_by_keyboard_is_stored_and_blind(
         page.wait_for_selector(".il-answer")
         page.get_by_role("heading", name="Judge what changed").click()
         for key, judged, undo in (("1", 1, True), ("u", 0, False), ("3", 1, True)):
+            until_idle(page)
             expect(page.get_by_role("button", name="Right is better")).to_be_enabled()
             page.keyboard.press(key)
             page.get_by_text(f"{judged} judged by you").wait_for()

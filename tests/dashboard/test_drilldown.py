@@ -12,7 +12,13 @@ from capture.lake import open_connection
 from capture.settings import Settings
 from dashboard.drilldown import selected_region
 from dashboard.traces import Region, slowest_requests, slowest_tokens
-from tests.dashboard.browser import dashboard, needs_chromium, new_page
+from tests.dashboard.browser import (
+    dashboard,
+    needs_chromium,
+    new_page,
+    settled_box,
+    until_idle,
+)
 from tests.dashboard.factory import START, make_lake
 
 
@@ -64,9 +70,9 @@ def test_drawing_a_box_on_the_page_shows_its_rows(tmp_path: Path) -> None:
     with dashboard(tmp_path) as address, new_page() as page:
         page.goto(f"{address}/")
         plot = page.locator(".js-plotly-plot .nsewdrag").first
-        plot.wait_for(timeout=60_000)
-        area = plot.bounding_box()
-        assert area is not None
+        plot.wait_for()
+        until_idle(page)
+        area = settled_box(plot)
         left, top = area["x"], area["y"]
         page.mouse.move(left + 0.41 * area["width"], top + 0.2 * area["height"])
         page.mouse.down()

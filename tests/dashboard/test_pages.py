@@ -16,6 +16,7 @@ from evaluation.models import Label, Presentation
 from replay.database import create_database_engine, open_sessions
 from tests.dashboard.factory import make_lake
 from tests.evaluation.factory import CLASS, add_run, label
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def labelling_page() -> None:
 
 
 def run(page) -> AppTest:
-    app = AppTest.from_function(page, default_timeout=30).run()
+    app = AppTest.from_function(page, default_timeout=PATIENCE_S).run()
     assert not app.exception
     return app
 
@@ -70,7 +71,7 @@ def texts(elements) -> str:
 
 def test_navigation_opens_the_latency_page(home: Path) -> None:
     script = Path(__file__).parents[2] / "dashboard" / "app.py"
-    app = AppTest.from_file(str(script), default_timeout=30).run()
+    app = AppTest.from_file(str(script), default_timeout=PATIENCE_S).run()
     assert not app.exception
     assert app.title[0].value == "Latency heat map"
 
