@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import httpx
 from sqlalchemy import insert
 from sqlalchemy.orm import Session, sessionmaker
 
 from capture.traffic import TrafficRecord
-from replay.builds import RunningBuild
+from replay.builds import POLL_S, RunningBuild
 from replay.client import TIMEOUT, Client, uses_vendor_parameters
 from replay.errors import BuildError
 from replay.models import ReplayedRequest
@@ -26,6 +27,8 @@ from replay.source import ScheduledRecord
 from replay.stream import Answer
 
 FLUSH_S = 0.5
+ENDING_S = 30.0
+"""At most so long a build that has failed requests and answers no more is waited for to end."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is going on (`old_a`, `starting new`), how much is done, and of how much."""
@@ -91,6 +94,8 @@ async def run_pass(
             result.duration_s = time.monotonic() - started
             complete.set()
             await flusher
+        if result.failures:
+            await _await_end(build, http)
     try:
         build.check_alive()
     except BuildError as error:
@@ -98,13 +103,31 @@ async def run_pass(
     return result
 
 
+async def _await_end(build: RunningBuild, http: httpx.AsyncClient) -> None:
+    """Requests fail at once when a command has ended; its launcher clears up before it ends too."""
+    deadline = time.monotonic() + ENDING_S
+    with suppress(BuildError):
+        while time.monotonic() < deadline and not await _answers(http):
+            build.check_alive()
+            await asyncio.sleep(POLL_S)
+
+
+async def _answers(http: httpx.AsyncClient) -> bool:
+    try:
+        await http.get("/health", timeout=ENDING_S)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
 async def _flush_until(
     complete: asyncio.Event, sessions: sessionmaker[Session], rows: list[dict[str, Any]]
 ) -> None:
     while not complete.is_set():
+        await asyncio.to_thread(_flush, sessions, rows)
         with suppress(TimeoutError):
             await asyncio.wait_for(complete.wait(), FLUSH_S)
-        await asyncio.to_thread(_flush, sessions, rows)
+    await asyncio.to_thread(_flush, sessions, rows)  # also what came while others were written
 
 
 def _flush(sessions: sessionmaker[Session], rows: list[dict[str, Any]]) -> None:
