@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import pytest
 from sqlalchemy.orm import Session, sessionmaker
 
 import migrations
-from replay.builds import BuildSpec, free_port
+from replay.builds import BuildSpec
 from replay.database import open_sessions
 from replay.source import make_records, write_records
+from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def toy(*faults: str, name: str = "toy", token_ms: float = 1.0, **fields: Any) -
         f"--token-ms {token_ms} {flags}"
     )
     return BuildSpec.model_validate(
-        {"name": name, "command": command, "workdir": ROOT, "health_timeout_s": 60} | fields
+        {"name": name, "command": command, "workdir": ROOT, "health_timeout_s": PATIENCE_S} | fields
     )
 
 
@@ -54,18 +55,20 @@ def traffic(
 @pytest.fixture(scope="session")
 def toys() -> Iterator[Callable[[str], BuildSpec]]:
     """Endpoint builds of one running fake engine, by fault (`plain`: none): they start at once."""
-    port = free_port()
-    command = [sys.executable, "-m", "tests.replay.fake_engine", "--port", str(port), "--all"]
-    process = subprocess.Popen([*command, "--token-ms", "2"], cwd=ROOT)
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        port, fd = listener.getsockname()[1], listener.fileno()
+        command = [sys.executable, "-m", "tests.replay.fake_engine", "--fd", str(fd), "--all"]
+        process = subprocess.Popen([*command, "--token-ms", "2"], cwd=ROOT, pass_fds=[fd])
     try:
-        deadline = time.monotonic() + 60
-        while not _answers(port):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: process.poll() is not None or _answers(port), "the fake engine answers")
+        assert process.poll() is None
         yield lambda fault: BuildSpec(name=fault, endpoint=f"http://127.0.0.1:{port}/{fault}/v1")
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        try:
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()
 
 
 def _answers(port: int) -> bool:

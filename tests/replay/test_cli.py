@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import cli.replay  # noqa: F401 - adds its commands
 from cli.main import app
 from replay.builds import BuildSpec
 from replay.errors import BuildError, RunError
+from replay.run import Bounds
 from tests.replay.conftest import prompts, traffic
 
 Toys = Callable[[str], BuildSpec]
@@ -22,6 +25,7 @@ Toys = Callable[[str], BuildSpec]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("replay.run.Bounds", partial(Bounds, lateness_p99_ms=math.inf))
     for name in ("INFERLOOP_DATABASE_URL", "INFERLOOP_HOME", "INFERLOOP_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

@@ -14,6 +14,7 @@ from capture.mirror import Mirror
 from replay.errors import TrafficError
 from replay.source import LONGEST_PAUSE_S, make_records, read_traffic, write_records
 from tests.capture.test_mirror import record
+from tests.waiting import PATIENCE_S, until
 
 
 def lines(*records: dict[str, Any]) -> str:
@@ -161,10 +162,9 @@ def test_what_the_mirror_writes_can_be_read_while_it_writes(tmp_path: Path) -> N
     mirror = Mirror(tmp_path, share=1.0, key=b"k")
     for number in range(20):
         mirror.offer(record(number, arrival_ns=number * 10**9))
-    while mirror.counters.written < 20:
-        pass
+    until(lambda: mirror.counters.written == 20, "all are written")
     assert len(read_traffic(tmp_path).records) == 20
-    mirror.close()
+    mirror.close(PATIENCE_S)
     found = read_traffic(tmp_path)
     assert [item.offset_s for item in found.records] == list(range(20))
     assert not found.broken
