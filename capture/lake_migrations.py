@@ -26,11 +26,12 @@ OPTIONS = {
     "parquet_compression": "zstd",
     "parquet_compression_level": "1",
     "parquet_row_group_size": "1000000",
-    "target_file_size": "8MiB",
+    "target_file_size": "8388608B",
 }
 """Options of the lake itself, kept in its catalog. Large row groups save a byte a token; zstd's
 default level saves 2 % more than level 1 for a third of an insert's time. A file's size is also
-that of one merge, for which commits wait: about half a second."""
+that of one merge, for which commits wait: about half a second. Sizes are in bytes, as the catalog
+has them: one that never equals its own would be set at every start, in the way of others."""
 
 _COMMENTS = """
 SELECT table_name, NULL, comment FROM duckdb_tables() WHERE database_name = 'lake'
@@ -135,7 +136,8 @@ def _take_step(
 
 def _passes(error: Exception) -> bool:
     """Whether it says that somebody else was at work on the same lake."""
-    return any(sign in str(error).lower() for sign in ("conflict", "already exists", "duplicate"))
+    signs = ("conflict", "already exists", "duplicate", "could not serialize")
+    return any(sign in str(error).lower() for sign in signs)
 
 
 def _run_step(connection: duckdb.DuckDBPyConnection, stored: tuple[int, str] | None) -> None:
@@ -178,12 +180,22 @@ def _describe(connection: duckdb.DuckDBPyConnection) -> None:
 def _set_options(connection: duckdb.DuckDBPyConnection, lake: str) -> bool:
     import duckdb
 
+    changed, wait_s = False, FIRST_WAIT_S
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            for name, value in _options_to_set(connection).items():
+                connection.execute(f"CALL lake.set_option('{name}', '{value}')")
+                changed = True
+            return changed
+        except duckdb.Error as error:
+            if attempt == ATTEMPTS or not _passes(error):
+                raise LakeError(f"cannot set up the lake at {lake}: {first_line(error)}") from error
+        time.sleep(wait_s)
+        wait_s *= 2
+    return changed
+
+
+def _options_to_set(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     query = "SELECT option_name, value FROM ducklake_options('lake') WHERE scope = 'GLOBAL'"
-    try:
-        present = dict(connection.execute(query).fetchall())
-        wanted = {name: value for name, value in OPTIONS.items() if present.get(name) != value}
-        for name, value in wanted.items():
-            connection.execute(f"CALL lake.set_option('{name}', '{value}')")
-    except duckdb.Error as error:
-        raise LakeError(f"cannot set up the lake at {lake}: {first_line(error)}") from error
-    return bool(wanted)
+    present = dict(connection.execute(query).fetchall())
+    return {n: value for n, value in OPTIONS.items() if present.get(n) != value.removesuffix("B")}

@@ -14,7 +14,7 @@ import pytest
 from capture.collector import Collector
 from capture.errors import LakeVersionError
 from capture.lake import LakePlace, attach, connect, open_connection, prepare_place
-from capture.lake_migrations import STEPS, stored_version
+from capture.lake_migrations import OPTIONS, STEPS, migrate, stored_version
 from capture.schema import SCHEMA_VERSION, TABLES
 from capture.views import VIEWS, definitions_digest
 from tests.capture.lakes import copied
@@ -108,6 +108,33 @@ def test_an_upgrade_is_done_once(place: LakePlace) -> None:
             1,
             SCHEMA_VERSION,
         )
+
+
+class Raced:
+    """A connection whose first change of an option meets that of another collector."""
+
+    def __init__(self, lake: duckdb.DuckDBPyConnection) -> None:
+        self._lake = lake
+        self.met: list[str] = []
+
+    def execute(self, sql: str, *values: object) -> duckdb.DuckDBPyConnection:
+        if "set_option" in sql and not self.met:
+            self.met.append(sql)
+            raise duckdb.TransactionException("could not serialize access: concurrent update")
+        return self._lake.execute(sql, *values)
+
+
+def test_options_are_set_once_whoever_else_sets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector that sets them at every start would stop one that starts at the same time."""
+    with open_connection(new_place(tmp_path), read_only=False) as lake:
+        assert not migrate(lake, "a current lake")
+        monkeypatch.setitem(OPTIONS, "parquet_compression_level", "2")
+        raced = Raced(lake)
+        assert migrate(raced, "one of an earlier build")  # type: ignore[arg-type]
+        assert raced.met
+        assert not migrate(lake, "a current lake")
 
 
 def test_two_builds_with_other_views_do_not_replace_them_in_turn(
