@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -23,6 +22,7 @@ from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import MIB, new_ring, write_finish, write_request, write_step
+from tests.capture.stage import Clock
 
 MS = 1_000_000
 BEGIN, END = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END
@@ -131,12 +131,12 @@ def export(place: LakePlace, selection: Selection, **limits: int) -> tuple[Parse
     return Parsed(stream.getvalue()), summary
 
 
-def write_engine(home: Path) -> list[str]:
+def write_engine(home: Path, clock: Clock) -> list[str]:
     """Two requests over eight steps of 10 ms; step 4 is lost. Kernels, events, samples, a mark."""
     ring = new_ring(home / "rings")
     trace = TraceWriter(ring)
     trace.engine({"model": "tiny", "fingerprint": "f00d"})
-    now = time.monotonic_ns()
+    now = clock.ns
     ids = [write_request(trace, slot, arrival_ns=now + slot * MS) for slot in range(2)]
     for step in range(8):
         start = now + (20 + 10 * step) * MS
@@ -154,12 +154,21 @@ def write_engine(home: Path) -> list[str]:
                 kernel=np.array([0, 1]),
                 duration_us=np.array([500.0, 700.0]),
             )
+    clock.ns = now + 50 * MS
     trace.event(kind="preempted", request_id=bytes.fromhex(ids[0]), slot=0, detail="no blocks")
     trace.event(kind="gc_pause", request_id=None, slot=None, detail="gen 2", duration_ns=2 * MS)
     values = [50.0, 40.0, 30.0, 1e9, 300.0, 60.0, 1800.0, 2600.0, 1.0]
     trace.gpu(index=0, values=values, unavailable="")
     trace.mark("deploy 42")
-    times = {"admitted": 15, "first_token": 23, "last_token": 93, "flushed": 99}
+    times = {
+        "admitted": 15,
+        "first_token": 23,
+        "last_token": 93,
+        "detokenized": 94,
+        "serialized": 95,
+        "flushed": 99,
+    }
+    clock.ns = now + 98 * MS
     for slot in range(2):
         ended = {f"{name}_ns": now + at * MS for name, at in times.items()}
         write_finish(trace, slot, output_tokens=8, **ended)
@@ -170,7 +179,10 @@ def write_engine(home: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def lake(tmp_path_factory: pytest.TempPathFactory) -> tuple[LakePlace, list[str]]:
     home = tmp_path_factory.mktemp("home")
-    ids = write_engine(home)
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr("capture.ring.time", clock)
+        ids = write_engine(home, clock)
     return commit_rings(home), ids
 
 

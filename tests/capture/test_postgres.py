@@ -23,8 +23,11 @@ from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from capture.rollup import ALL_STEPS, roll_up
 from capture.sql.query import run_query
+from tests.capture import children
+from tests.capture.lakes import said
 from tests.capture.rings import MIB, engine, new_ring, write_request, write_step
 from tests.migrations.postgres import postgres_server
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -159,15 +162,14 @@ class Host:
         """Start the collector; `ready` waits until it is at work."""
         data = Path(self._place.data).parent
         with self._log.open("ab") as log:
-            self.collector = subprocess.Popen(
-                [sys.executable, "-m", "tests.capture.collect_process", str(data),
-                 str(self._home / "rings"), self._place.catalog],
+            self.collector = children.started(
+                [sys.executable, "-m", "tests.capture.collect_process", data,
+                 self._home / "rings", self._place.catalog],
                 stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
 
     def ready(self) -> None:
-        assert self.collector.stdout is not None
-        assert self.collector.stdout.readline() == b"ready\n", self.log
+        assert said(self.collector) == "ready", self.log
 
     def write(self) -> None:
         """One step of all its requests."""
@@ -185,7 +187,7 @@ class Host:
 
     def wait(self) -> None:
         """Until the collector has drained the ring and ended."""
-        assert self.collector.wait(60) == 0, self.log
+        assert self.collector.wait(PATIENCE_S) == 0, self.log
 
     @property
     def log(self) -> str:

@@ -25,8 +25,24 @@ from capture.lake import LakePlace, open_connection
 from capture.schema import TABLES
 
 ENGINES = (UUID(int=1), UUID(int=2))
-TODAY = datetime.now(UTC).replace(tzinfo=None, hour=0, minute=0, second=0, microsecond=0)
+TODAY = datetime(2026, 3, 2)
 FILE_TOKENS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def it_is_noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day that ends between the rows and their retention would be counted as over."""
+    set_clock(monkeypatch, TODAY + timedelta(hours=12))
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            assert tz is UTC
+            return now.replace(tzinfo=UTC)
+
+    monkeypatch.setattr(retention, "datetime", Stopped)
 
 
 @pytest.fixture
@@ -109,12 +125,7 @@ def test_a_clock_a_year_ahead_drops_nothing_and_is_named_once(
     for days in (40, 2):
         add_tokens(lake, TODAY - timedelta(days=days))
 
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Ahead:
-            return cls.fromtimestamp(datetime.now(tz).timestamp() + 365 * 86_400, tz)
-
-    monkeypatch.setattr(retention, "datetime", Ahead)
+    set_clock(monkeypatch, TODAY + timedelta(days=365, hours=12))
     subject = Retention(place, Limits(days=30))
     for _ in range(3):
         subject.run(lake, 0)
