@@ -61,17 +61,21 @@ def run_replay(
 
     builds = load_build(old), load_build(new)
     settings = Settings()
-    with progress_bars() as report, _termination_as_interrupt():
-        run = replay(
-            open_database(),
-            old=builds[0],
-            new=builds[1],
-            traffic=traffic or settings.traffic,
-            out_dir=settings.runs,
-            speed=speed,
-            limit=limit,
-            progress=report,
-        )
+    try:
+        with progress_bars() as report, _termination_as_interrupt():
+            run = replay(
+                open_database(),
+                old=builds[0],
+                new=builds[1],
+                traffic=traffic or settings.traffic,
+                out_dir=settings.runs,
+                speed=speed,
+                limit=limit,
+                progress=report,
+            )
+    except KeyboardInterrupt:
+        typer.echo("interrupted: builds are stopped, a run that had begun is aborted", err=True)
+        raise
     _show_run(run.id, diff=None, diffs=0)
     if run.status != "valid":
         raise typer.Exit(1)

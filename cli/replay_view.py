@@ -46,8 +46,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
         table.add_row(
             str(run.id),
             _status(run),
-            Text(visible(run.old_build.name)),
-            Text(visible(run.new_build.name)),
+            Text(visible(run.name_of("old"))),
+            Text(visible(run.name_of("new"))),
             str(run.summary.get("traffic", {}).get("requests", "")),
             f"{changes['share']:.1%}" if changes else "",
             run.started_at.strftime("%Y-%m-%d %H:%M"),
@@ -116,8 +116,8 @@ def _status(run: Run) -> Text:
 
 def _headline(run: Run) -> Text:
     return Text.assemble(
-        (f"run {run.id}: ", "bold"), _status(run), "  OLD ", (visible(run.old_build.name), "bold"),
-        f" ({run.old_build.fingerprint[:12]})  NEW ", (visible(run.new_build.name), "bold"),
+        (f"run {run.id}: ", "bold"), _status(run), "  OLD ", (visible(run.name_of("old")), "bold"),
+        f" ({run.old_build.fingerprint[:12]})  NEW ", (visible(run.name_of("new")), "bold"),
         f" ({run.new_build.fingerprint[:12]})",
     )  # fmt: skip
 

@@ -227,7 +227,7 @@ class RunningBuild:
         if not text:
             return "it wrote nothing"
         tail = "\n".join(f"  | {one_line(line)}" for line in text.splitlines()[-LOG_LINES:])
-        return f"the end of {self.log}:\n{tail}"
+        return f"see {self.log}:\n{tail}"
 
     def _start(self, port: int) -> None:
         command = shlex.split(str(self.spec.command).replace("{port}", str(port)))

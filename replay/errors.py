@@ -4,9 +4,14 @@ from __future__ import annotations
 
 
 class ReplayError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. Lines of a log may follow the message after a colon."""
 
     exit_code = 1
+
+    @property
+    def one_line(self) -> str:
+        """The message without the lines of a log."""
+        return str(self).partition(":\n")[0]
 
 
 class TrafficError(ReplayError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import ForeignKey, Index, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column, relationship
@@ -12,7 +12,8 @@ from replay.database import Base, now
 
 
 class Build(Base):
-    """A build of an engine, known by its fingerprint (hex digest over `components`)."""
+    """A build of an engine, known by its fingerprint (hex digest over `components`). `name` is the
+    first it had; runs may call it otherwise (see `Run.name_of`)."""
 
     __tablename__ = "builds"
 
@@ -47,6 +48,12 @@ class Run(Base):
     new_build: Mapped[Build] = relationship(foreign_keys=[new_build_id])
     requests: Mapped[list[ReplayedRequest]] = relationship(back_populates="run")
     diffs: Mapped[list[Diff]] = relationship(back_populates="run")
+
+    def name_of(self, side: Literal["old", "new"]) -> str:
+        """What the build file of that side called its build: yesterday's candidate, known by the
+        same fingerprint, is today's baseline."""
+        build = self.old_build if side == "old" else self.new_build
+        return str(self.summary.get("builds", {}).get(side, build.name))
 
 
 class ReplayedRequest(Base):

@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from replay.builds import BuildSpec, RunningBuild
 from replay.database import now
 from replay.diff import Comparison, compare
-from replay.errors import ReplayError, RunError
+from replay.errors import BuildError, ReplayError, RunError
 from replay.models import Build, Diff, ReplayedRequest, Run
 from replay.passes import Pass, Progress, run_pass, storable
 from replay.source import Traffic, read_traffic
@@ -159,6 +159,7 @@ def _create_run(plan: _Plan, old: RunningBuild, new: RunningBuild) -> int:
             "started": _process_start(os.getpid()),
         },
         "directory": str(plan.directory),
+        "builds": {"old": plan.old.name, "new": plan.new.name},
         "speed": plan.speed,
         "traffic": {
             "files": [str(file) for file in traffic.files],
@@ -200,7 +201,7 @@ def _build_id(session: Session, build: RunningBuild) -> int:
 
 def _abort(plan: _Plan, run_id: int, error: BaseException) -> None:
     if isinstance(error, ReplayError):
-        reason = str(error).splitlines()[0]
+        reason = error.one_line
     elif isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
         reason = "interrupted"
     else:
@@ -261,7 +262,7 @@ def _problems(done: Pass, bounds: Bounds) -> list[str]:
             f"({share:.0%}, the limit is {bounds.failure_share:.0%})"
         )
     if done.died is not None:
-        problems.append(f"{done.arm}: {done.died.splitlines()[0]}")
+        problems.append(f"{done.arm}: {BuildError(done.died).one_line}")
     late = done.fidelity.p99_ms
     if late > bounds.lateness_p99_ms:
         problems.append(
