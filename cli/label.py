@@ -27,7 +27,7 @@ label_app = typer.Typer(
 )
 app.add_typer(label_app, name="label")
 
-Run = Annotated[int | None, typer.Argument(help="number of the run; default: newest")]
+Run = Annotated[int | None, typer.Argument(help="number of the run; default: newest valid one")]
 Expert = Annotated[
     str | None, typer.Option(help="who judges (created when new); default: your login name")
 ]
@@ -65,7 +65,9 @@ def add(
     token: Token,
     verdict: Annotated[str, typer.Argument(help="left, right or same: which is better")],
     expert: Expert = None,
-    run: Annotated[int | None, typer.Option(help="number of the run; default: newest")] = None,
+    run: Annotated[
+        int | None, typer.Option(help="number of the run; default: newest valid one")
+    ] = None,
     comment: Annotated[str | None, typer.Option(help="why")] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="correct your earlier verdict, which is kept aside")
@@ -92,7 +94,7 @@ def show(run: Run = None) -> None:
     from evaluation.tally import dispute_numbers, resolve, tally
 
     with open_database()() as session:
-        found = find_run(session, run)
+        found = find_run(session, run, valid=True)
         entries = resolve(session, found, min_experts=1, accept_machine=False)
         machine = sum(bool(entry.votes) for entry in judgements(session, found, "machine"))
         alpha = agreement(judgements(session, found))
@@ -180,7 +182,8 @@ def export(
     from evaluation.judgements import find_run
 
     with open_database()() as session:
-        lines = [_json(record) for record in records(session, find_run(session, run))]
+        found = find_run(session, run, valid=True)
+        lines = [_json(record) for record in records(session, found)]
     if output is None:
         for line in lines:
             typer.echo(line)

@@ -12,6 +12,7 @@ from evaluation.latency import LatencyRatio
 from evaluation.statistics import Interval, successes_free_needed, wilson
 from evaluation.tally import Resolved, Tally, tally
 from replay.models import Run
+from replay.run import state
 
 
 class Outcome(IntEnum):
@@ -47,16 +48,15 @@ class ClassResult:
 
 def run_validity(run: Run) -> Criterion:
     """Only a run that kept its schedule and finished can be judged."""
-    valid = run.status == "valid"
-    return Criterion(
-        "valid run",
-        Outcome.PASS if valid else Outcome.INVALID,
-        run.status,
-        "valid",
-        "the replay kept its schedule"
-        if valid
-        else f"{run.reason or 'no reason was recorded'}: replay again",
-    )
+    found = state(run)
+    if found == "valid":
+        explanation = "the replay kept its schedule"
+    elif found == "running":
+        explanation = "the replay has not ended: decide when it has"
+    else:
+        explanation = f"{run.reason or 'it did not finish'}: replay again"
+    outcome = Outcome.PASS if found == "valid" else Outcome.INVALID
+    return Criterion("valid run", outcome, found, "valid", explanation)
 
 
 def noise(differing: int, pairs: int, policy: GatePolicy) -> Criterion:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from engine.priorities import ClassAdjustment, Policy, PolicyError, write_policy
 from evaluation.errors import FeedbackError
-from evaluation.judgements import Basis, judgements
+from evaluation.judgements import PANEL, Basis, judgements
 from evaluation.models import PublishedPolicy
 from evaluation.scores import NEUTRAL, ClassScore, class_scores
 from replay.models import Run
@@ -43,7 +43,7 @@ class FeedbackRules:
     def __post_init__(self) -> None:
         for name, value, valid, allowed in (
             ("min_labels", self.min_labels, self.min_labels >= 1, "at least 1"),
-            ("min_experts", self.min_experts, self.min_experts >= 1, "at least 1"),
+            ("min_experts", self.min_experts, 1 <= self.min_experts <= PANEL, f"1 to {PANEL}"),
             ("confidence", self.confidence, 0.5 < self.confidence < 1, "between 0.5 and 1"),
             ("max_effect", self.max_effect, 1 <= self.max_effect <= 100, "within 1..100"),
             ("lifetime", self.lifetime, self.lifetime > timedelta(0), "positive"),

@@ -26,7 +26,7 @@ from evaluation.judgements import (
 )
 from evaluation.latency import LatencyRatio, latency_ratios
 from evaluation.models import Decision
-from evaluation.tally import Tally, resolve, tally
+from evaluation.tally import Tally, dispute_numbers, resolve, tally
 from replay.database import now
 from replay.models import Diff, Run
 
@@ -37,7 +37,8 @@ SEVERITY = (Outcome.INVALID, Outcome.FAIL, Outcome.INSUFFICIENT, Outcome.PASS)
 @dataclass(frozen=True)
 class GateReport:
     """Everything the gate looked at and decided. `kinds` counts A/B pairs by what differs first;
-    `noisy` of them are not judged because the old build does not repeat itself there either."""
+    `noisy` of them are not judged because the old build does not repeat itself there either.
+    `disputes`: their numbers in `inferloop replay show`."""
 
     run_id: int
     old_build: str
@@ -84,8 +85,8 @@ def evaluate(session: Session, run: Run, policy: GatePolicy) -> GateReport:
     )
     return GateReport(
         run_id=run.id,
-        old_build=run.old_build.name,
-        new_build=run.new_build.name,
+        old_build=run.name_of("old"),
+        new_build=run.name_of("new"),
         traffic_file=run.traffic_file,
         traffic_digest=run.traffic_digest,
         decided_at=now(),
@@ -97,7 +98,7 @@ def evaluate(session: Session, run: Run, policy: GatePolicy) -> GateReport:
         noisy=noisy_changes(session, run),
         experts=tuple(expert_quality(session, run)),
         agreement=agreement(judgements(session, run)),
-        disputes=tuple(entry.diff_id for entry in found if entry.disputed),
+        disputes=dispute_numbers(session, run, found),
         latency=latency,
         policy=policy,
     )

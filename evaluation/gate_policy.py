@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from evaluation.errors import GateError
+from evaluation.judgements import PANEL
 from evaluation.statistics import Interval, beta_mixture, exact_lower, exact_upper
 
 
@@ -26,7 +27,12 @@ class GatePolicy(BaseModel):
         default="exact", description="exact: look once; anytime: may be looked at after every label"
     )
     min_labels: int = Field(default=30, ge=1, description="diffs with a verdict")
-    min_experts: int = Field(default=1, ge=1, description="votes before a diff has a verdict")
+    min_experts: int = Field(
+        default=1,
+        ge=1,
+        le=PANEL,
+        description="votes before a diff has a verdict; more than a panel are never asked",
+    )
     max_latency_ratio: float | None = Field(
         default=1.2, gt=0, description="new / old median of TTFT and of TPOT; inf: not bounded"
     )

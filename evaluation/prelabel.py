@@ -64,7 +64,7 @@ def prelabel(
     another tokenizer than the run's builds, BuildError when it does not start.
     """
     with sessions() as session:
-        run = find_run(session, run_id)
+        run = find_run(session, run_id, valid=True)
         changes = session.scalars(select(Diff).where(*judgeable(run)).order_by(Diff.id)).all()
         noise = session.scalars(
             select(Diff).where(*visible_noise(run)).order_by(Diff.id).limit(MAX_NOISE_PAIRS)

@@ -181,7 +181,7 @@ def test_min_experts_and_disputes(sessions: sessionmaker) -> None:
     assert report.outcome is Outcome.INSUFFICIENT, "disputed harm counts until adjudicated"
     label(sessions, run_id, [0], expert="dan")
     assert decide(sessions, GatePolicy(min_experts=3)).outcome is Outcome.PASS
-    assert decide(sessions, GatePolicy(min_experts=5)).tally.judged == 0
+    assert decide(sessions, DEFAULT.model_copy(update={"min_experts": 5})).tally.judged == 0
 
 
 def test_one_harmed_class_fails_a_release_that_is_fine_on_average(sessions: sessionmaker) -> None:
