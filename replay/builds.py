@@ -261,7 +261,8 @@ class RunningBuild:
         found = _Health(0, "no answer")
         while (now := time.monotonic()) < min(deadline, reachable_by):
             self.check_alive()
-            found = await _health(client, deadline - now)
+            # The last look is cut off: what was seen before it says more.
+            found = await _health(client, deadline - now) or found._replace(connected=True)
             if found.status in KEY_REFUSED:
                 break
             if 200 <= found.status < 300:
@@ -379,7 +380,8 @@ class _Health(NamedTuple):
     connected: bool = False
 
 
-async def _health(client: httpx.AsyncClient, limit_s: float) -> _Health:
+async def _health(client: httpx.AsyncClient, limit_s: float) -> _Health | None:
+    """None: the connection, if any, has brought no answer within `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             response = await client.get("/health")
@@ -389,7 +391,7 @@ async def _health(client: httpx.AsyncClient, limit_s: float) -> _Health:
         connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         return _Health(0, f"{type(error).__name__}: {error}".rstrip(": "), connected)
     except TimeoutError:
-        return _Health(0, "no answer", connected=True)
+        return None
     return _Health(response.status_code, f"status {response.status_code}", connected=True)
 
 

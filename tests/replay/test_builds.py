@@ -161,8 +161,7 @@ def test_a_silent_endpoint_times_out_with_the_reason(tmp_path: Path) -> None:
 def test_an_endpoint_gets_its_key_from_the_environment(
     tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"api_key_env": "TOY_KEY", "health_timeout_s": 0.5}
-    spec = toys("locked").model_copy(update=changes)
+    spec = toys("locked").model_copy(update={"api_key_env": "TOY_KEY"})
     monkeypatch.setenv("TOY_KEY", "letmein")
     assert start(spec, tmp_path).fingerprint == "toy-locked"
     assert score_answers(spec, [Given([1], [2])], log=tmp_path / "log")[0].error is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ import httpx
 import pytest
 
 from replay import builds
-from replay.builds import BuildSpec, RunningBuild, free_port
+from replay.builds import BuildSpec, RunningBuild
 from replay.errors import BuildError
 from tests.replay.conftest import toy
+from tests.waiting import PATIENCE_S
 
 Toys = Callable[[str], BuildSpec]
 
@@ -30,9 +32,21 @@ def start(spec: BuildSpec, tmp_path: Path) -> RunningBuild:
     return asyncio.run(started())
 
 
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A port that is nobody else's; nothing listens there."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        yield found
+
+
+def url_of(listener: socket.socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
 @contextmanager
-def answering(port: int, status: int) -> Iterator[None]:
-    """A server on `port` that lists one model and whose health is `status`."""
+def answering(listener: socket.socket, status: int) -> Iterator[None]:
+    """A server there that lists one model and whose health is `status`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -46,7 +60,11 @@ def answering(port: int, status: int) -> Iterator[None]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    address = listener.getsockname()
+    server = http.server.ThreadingHTTPServer(address, Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    server.server_activate()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -58,10 +76,10 @@ def answering(port: int, status: int) -> Iterator[None]:
 
 
 def test_an_endpoint_that_refuses_connections_is_given_up_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: socket.socket
 ) -> None:
     monkeypatch.setattr(builds, "UNREACHABLE_S", 0.3)
-    url = f"http://127.0.0.1:{free_port()}"
+    url = url_of(silent)
     spec = BuildSpec(name="prod", endpoint=f"{url}/v1")
     began = time.monotonic()
     with pytest.raises(BuildError, match=r"not healthy after 0\.3 s \(ConnectError") as caught:
@@ -72,50 +90,67 @@ def test_an_endpoint_that_refuses_connections_is_given_up_soon(
 
 
 def test_an_endpoint_whose_file_says_how_long_may_start_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: socket.socket
 ) -> None:
-    monkeypatch.setattr(builds, "UNREACHABLE_S", 0.01)
+    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * builds.POLL_S)
     refused = threading.Semaphore(0)
     look = builds._health
 
-    async def counted(client: httpx.AsyncClient, limit_s: float) -> builds._Health:
+    async def counted(client: httpx.AsyncClient, limit_s: float) -> builds._Health | None:
         found = await look(client, limit_s)
-        if not found.connected:
+        if found is not None and not found.connected:
             refused.release()
         return found
 
     monkeypatch.setattr(builds, "_health", counted)
-    port = free_port()
-    spec = BuildSpec(name="b", endpoint=f"http://127.0.0.1:{port}", health_timeout_s=60)
+    spec = BuildSpec(name="b", endpoint=url_of(silent), health_timeout_s=PATIENCE_S)
     found: list[RunningBuild] = []
     waiting = threading.Thread(target=lambda: found.append(start(spec, tmp_path)))
     waiting.start()
-    for _ in range(3):
-        assert refused.acquire(timeout=30)
-    with answering(port, 200):
-        waiting.join(timeout=60)
+    for _ in range(5):
+        assert refused.acquire(timeout=PATIENCE_S)
+    with answering(silent, 200):
+        waiting.join(timeout=PATIENCE_S)
     assert [build.model for build in found] == ["m"]
 
 
 def test_a_command_that_takes_no_connection_yet_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builds, "UNREACHABLE_S", 0.01)
+    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * builds.POLL_S)
     assert start(toy(), tmp_path).fingerprint == "toy-plain"
 
 
 def test_an_endpoint_that_answers_but_is_not_healthy_keeps_the_whole_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: socket.socket
 ) -> None:
-    monkeypatch.setattr(builds, "UNREACHABLE_S", 0.01)
-    port = free_port()
+    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * builds.POLL_S)
     spec = BuildSpec.model_construct(
         _fields_set={"name", "endpoint"},
         name="b",
-        endpoint=f"http://127.0.0.1:{port}",
+        endpoint=url_of(silent),
         health_timeout_s=0.6,
     )
-    with answering(port, 503), pytest.raises(BuildError, match=r"after 0\.6 s \(status 503\); rai"):
+    with (
+        answering(silent, 503),
+        pytest.raises(BuildError, match=r"after 0\.6 s \(status 503\); rai"),
+    ):
+        start(spec, tmp_path)
+
+
+def test_the_last_look_which_the_end_of_the_time_cuts_off_hides_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([builds._Health(503, "status 503", connected=True)])
+
+    async def look(client: httpx.AsyncClient, limit_s: float) -> builds._Health | None:
+        if (found := next(looks, None)) is None:
+            await asyncio.sleep(limit_s)
+        return found
+
+    monkeypatch.setattr(builds, "_health", look)
+    spec = BuildSpec(name="b", endpoint="http://127.0.0.1:1", health_timeout_s=0.6)
+    with pytest.raises(BuildError, match=r"after 0\.6 s \(status 503\)"):
         start(spec, tmp_path)
 
 
