@@ -1,7 +1,7 @@
 """The judging page: two answers without names, one key per verdict.
 
 What reaches the browser is `evaluation.pairs.Pair` and nothing else about the pair: no build, no
-side, and no machine label before the expert's own verdict stands.
+side, and no machine label before all the expert's own verdicts stand.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def _judge(queue: LabelQueue) -> None:
         _show(pair)
         _verdict_buttons(queue, pair)
     _tools(queue, pair)
-    _history(queue)
+    if pair is None:
+        _history(queue)
 
 
 def _show(pair: Pair) -> None:
@@ -189,7 +190,8 @@ def _tools(queue: LabelQueue, pair: Pair | None) -> None:
 def _history(queue: LabelQueue) -> None:
     """Earlier verdicts beside the machine's, except those that can still be undone.
 
-    Pairs without a machine label are left out: hidden checks have none, and would be known by it.
+    Only when nothing is left to judge: hidden checks have no machine label, so each would be known
+    by what is missing here, and with it that the rest of its block are none.
     """
     tokens = _state(queue)["revealed"][-HISTORY:]
     rows = [
