@@ -50,20 +50,22 @@ def check_memory(found: Footprint, kv_tokens: int, block_size: int, available: A
     free = available.bytes - RESERVE_BYTES
     if found.total(kv_tokens) <= free:
         return
-    there = f"{available.where} has {shown(available.bytes)} available"
-    keep = f"{shown(RESERVE_BYTES)} of it stay free"
+    there = (
+        f"{available.where} has {shown(available.bytes)} available, "
+        f"of which {shown(RESERVE_BYTES)} stay free"
+    )
     fitting = int(free - found.weights - found.working) // found.kv_token
     fitting -= fitting % block_size
     if fitting < block_size or found.weights + found.packing > free:
         raise EngineError(
             f"the model does not fit: its weights take {shown(found.weights)} "
-            f"({shown(found.weights + found.packing)} while they are packed), {there} and {keep}; "
+            f"({shown(found.weights + found.packing)} while they are packed), {there}; "
             "choose --weights int4 or a smaller model"
         )
     raise EngineError(
         f"--kv-tokens {kv_tokens} does not fit: such a KV cache takes "
-        f"{shown(kv_tokens * found.kv_token)} and the weights {shown(found.weights)}, {there} and "
-        f"{keep}; give at most --kv-tokens {fitting}"
+        f"{shown(kv_tokens * found.kv_token)} and the weights {shown(found.weights)}, {there}; "
+        f"give at most --kv-tokens {fitting}"
     )
 
 
