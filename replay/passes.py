@@ -99,7 +99,7 @@ async def run_pass(
     try:
         build.check_alive()
     except BuildError as error:
-        result.died = str(error)
+        result.died = error.one_line
     return result
 
 
