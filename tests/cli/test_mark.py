@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -14,8 +13,9 @@ import pytest
 
 from capture.decode import EventFrame, GpuFrame, MarkFrame, MemoryFrame, decode
 from capture.reader import RingReader
-from tests.cli.test_serve import serving
+from tests.cli.test_serve import metrics_of, serving
 from tests.engine.tiny_model import write_tiny_model
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,7 @@ def frames_of(home: Path) -> list:
     frames = []
     while batch := reader.read():
         frames += [decode(batch, index) for index in range(len(batch))]
+    reader.close()
     return frames
 
 
@@ -43,12 +44,17 @@ def test_a_mark_reaches_the_ring_beside_the_telemetry(tmp_path: Path, model: Pat
     with serving(tmp_path, model) as (_, url):
         result = mark("deploy 7", "--url", url, "--url", url + "/")
         assert (result.returncode, result.stdout) == (0, f"marked {url}\nmarked {url}/\n")
-        refused = httpx.post(f"{url}/inferloop/marks", data={"text": "x"}, trust_env=False)
+        refused = httpx.post(
+            f"{url}/inferloop/marks", data={"text": "x"}, trust_env=False, timeout=PATIENCE_S
+        )
         assert refused.status_code == 415
-        while not {MemoryFrame, GpuFrame} <= {type(frame) for frame in frames_of(tmp_path)}:
-            time.sleep(0.1)
-        frames = frames_of(tmp_path)
-        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+
+        def telemetry() -> list | None:
+            frames = frames_of(tmp_path)
+            return frames if {MemoryFrame, GpuFrame} <= {type(frame) for frame in frames} else None
+
+        frames = until(telemetry, "the telemetry has begun", poll_s=0.1)
+        metrics = metrics_of(url)
     assert [frame.text for frame in frames if isinstance(frame, MarkFrame)] == ["deploy 7"] * 2
     memory = next(frame for frame in frames if isinstance(frame, MemoryFrame))
     assert (memory.device, memory.unavailable) == (-1, "no CUDA device is in use by this process")
@@ -61,9 +67,9 @@ def test_a_mark_reaches_the_ring_beside_the_telemetry(tmp_path: Path, model: Pat
 
 
 def test_each_engine_that_does_not_take_it_is_named(tmp_path: Path, model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    with serving(tmp_path, model, "--no-trace") as (_, url):
+    with socket.socket() as silent, serving(tmp_path, model, "--no-trace") as (_, url):
+        silent.bind(("127.0.0.1", 0))  # and does not listen: the port is nobody else's either
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = mark("deploy 7", "--url", nobody, "--url", url)
     assert result.returncode == 1
     assert result.stdout == ""

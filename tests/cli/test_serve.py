@@ -9,10 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +20,7 @@ import pytest
 from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.traffic import TrafficRecord
 from tests.engine.tiny_model import write_tiny_model
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +57,32 @@ def serving(home: Path, model: Path, *options: str) -> Iterator[tuple[subprocess
         process.wait()
 
 
+def complete(url: str, prompt: str, *, max_tokens: int) -> httpx.Response:
+    request = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
+    return httpx.post(f"{url}/v1/completions", json=request, trust_env=False, timeout=PATIENCE_S)
+
+
+def build_of(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/inferloop/build", trust_env=False, timeout=PATIENCE_S).json()
+
+
 def metrics_of(url: str) -> str:
-    return httpx.get(f"{url}/metrics", trust_env=False).text
+    return httpx.get(f"{url}/metrics", trust_env=False, timeout=PATIENCE_S).text
 
 
-def mirror_of(pid: int) -> Path:
-    """Where the kernel shows the mirror's process of a server."""
+def mirror_of(pid: int) -> int:
+    """The mirror's process of a server."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    processes = [Path("/proc", child) for child in children]
-    (found,) = (p for p in processes if b"mirror_process" in (p / "cmdline").read_bytes())
+    (found,) = (int(child) for child in children if b"mirror_process" in command_line(int(child)))
     return found
+
+
+def command_line(pid: int) -> bytes:
+    """Empty for a process that has ended, whether or not somebody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def run(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -76,15 +93,14 @@ def run(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -> None:
     with serving(tmp_path, model, "--mirror-share", "1") as (process, url):
-        request = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
-        answer = httpx.post(f"{url}/v1/completions", json=request, trust_env=False, timeout=60)
+        answer = complete(url, "hello", max_tokens=5)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] <= 5
         metrics = metrics_of(url)
         assert "inferloop:mirror_records_skipped" in metrics
         rings = list((tmp_path / "rings").glob("*.ring"))
         assert len(rings) == 1
-        build = httpx.get(f"{url}/inferloop/build", trust_env=False).json()
+        build = build_of(url)
         assert set(build["components"]) == {
             "weights", "tokenizer", "template", "code", "configuration", "libraries", "device",
         }  # fmt: skip
@@ -92,7 +108,7 @@ def test_serves_traces_mirrors_and_stops_in_order(tmp_path: Path, model: Path) -
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         assert soft == hard, "a full queue needs more connections than the usual soft limit"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
     files = traffic_files(tmp_path / "traffic")
     lines = [line for file in files for _, line in numbered_lines(file)]
     assert [TrafficRecord.model_validate_json(line).status for line in lines] == [200]
@@ -105,17 +121,12 @@ def test_the_mirror_finishes_its_file_though_the_server_is_killed(
     with serving(tmp_path, model, "--mirror-share", "1", "--no-trace") as (process, url):
         mirror = mirror_of(process.pid)
         for number in range(3):
-            request = {"model": "tiny", "prompt": f"hello {number}", "max_tokens": 2}
-            httpx.post(f"{url}/v1/completions", json=request, trust_env=False, timeout=60)
-        deadline = time.monotonic() + 30
-        while not re.search(r"mirror_records_written_total\S* 3\.0", metrics_of(url)):
-            assert time.monotonic() < deadline, "not all was written"
-            time.sleep(0.05)
+            complete(url, f"hello {number}", max_tokens=2)
+        written = re.compile(r"mirror_records_written_total\S* 3\.0")
+        until(lambda: written.search(metrics_of(url)), "all is written", poll_s=0.05)
         process.kill()
         process.wait()
-        while mirror.exists():
-            assert time.monotonic() < deadline, "the mirror did not end with its server"
-            time.sleep(0.01)
+        until(lambda: b"mirror" not in command_line(mirror), "the mirror ends with its server")
     (file,) = (tmp_path / "traffic").iterdir()
     assert file.suffix == ".zst"
     assert len(list(numbered_lines(file))) == 3
@@ -125,8 +136,7 @@ def test_fingerprint_is_the_same_for_the_same_build_only(tmp_path: Path, model: 
     fingerprints = []
     for options in ([], [], ["--kv-block", "32"]):
         with serving(tmp_path, model, "--no-trace", *options) as (_, url):
-            build = httpx.get(f"{url}/inferloop/build", trust_env=False).json()
-            fingerprints.append(build["fingerprint"])
+            fingerprints.append(build_of(url)["fingerprint"])
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     assert not (tmp_path / "rings").exists()
 
@@ -134,13 +144,12 @@ def test_fingerprint_is_the_same_for_the_same_build_only(tmp_path: Path, model: 
 def test_port_in_use_is_one_clear_line_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        began = time.monotonic()
         result = run(tmp_path, "--model", "none.gguf", "--port", str(port))
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert f"port {port} on 127.0.0.1 is in use" in result.stderr
     assert "--port" in result.stderr
-    assert time.monotonic() - began < 10
+    assert "none.gguf" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -167,7 +176,8 @@ def test_what_cannot_start_says_why_in_one_line(
 def test_cache_beyond_the_memory_is_one_clear_line(tmp_path: Path, model: Path) -> None:
     result = run(tmp_path, "--port", "0", "--model", str(model), "--kv-tokens", str(10**15))
     assert result.returncode == 1
-    assert result.stderr.startswith("inferloop: no memory for the model and a KV cache of 10000")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("inferloop: --kv-tokens 1000000000000000 does not fit")
 
 
 def test_help_has_an_example(tmp_path: Path) -> None:
