@@ -81,9 +81,11 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         """Send a chunk whenever there is text to show; tokens whose text is still undecided go
         with the next one. The status is sent with the first, so that an early failure has one."""
-        shape = self._accepted.shape
+        shape, handle = self._accepted.shape, self._accepted.handle
         pending: list[TokenEvent] = []
-        async for event in self._accepted.handle:
+        position = -1
+        async for event in handle:
+            position += 1
             if not self._started:
                 await self._start(send, shape.opening())
             pending.append(event)
@@ -91,6 +93,7 @@ class Answer(Response):
             if text and event.finish_reason is None:
                 chunk = shape.chunk(text, pending, finish_reason=None, stop_reason=None)
                 await self._event(send, chunk, len(pending))
+                handle.sent(event, position)
                 pending = []
         await self._last(send, pending)
 

@@ -81,6 +81,7 @@ class Engine:
         self._handles: dict[int, RequestHandle] = {}
         self._unclosed: dict[int, RequestHandle] = {}
         self._touched: dict[int, RequestHandle] = {}
+        self._new: list[Request] = []
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._stop_at: float | None = None
         self._step_id = 0
@@ -200,6 +201,7 @@ class Engine:
         if step is not None:
             self._check_due = True
             self._report_decisions(step, began_ns)
+            self._report_waiting(began_ns)
             if step.rows:
                 self._run(step, began_ns)
         elif self._check_due and self.scheduler.idle:
@@ -304,6 +306,9 @@ class Engine:
 
     def _report_decisions(self, step: Step, now_ns: int) -> None:
         """Tell trace and metrics what the scheduler decided, and clients what it gave up."""
+        for request in step.aged:
+            waited_s = (now_ns - request.arrival_ns) / 1e9
+            self._event("aged", f"went first for its age, {waited_s:.1f} s", request)
         for request in step.admitted:
             if request.admitted_ns:
                 self._event("resumed", f"after {request.preemptions} preemptions", request)
@@ -321,6 +326,16 @@ class Engine:
         for request in step.stuck:
             message = f"no KV block is left for {len(request.tokens)} tokens: shorten the request"
             self._end(self._handles[request.slot], State.FAILED, RequestFailed(message))
+
+    def _report_waiting(self, now_ns: int) -> None:
+        """Trace the new requests that found no seat at once: their own frame is written when they
+        are admitted, and until then nobody could tell that they are there."""
+        new, self._new = self._new, []
+        if self._tracer is not None:
+            for request in new:
+                if request.state is State.WAITING and not request.admitted_ns:
+                    running, waiting = self.scheduler.running, len(self.scheduler.waiting)
+                    self._tracer.queued(request, now_ns, running=running, waiting=waiting)
 
     def _poll_policy(self) -> None:
         change = self._policy.poll()
@@ -349,6 +364,7 @@ class Engine:
         request.adjust(self._policy.adjustment(request.class_key))
         self._handles[request.slot] = handle
         self.scheduler.add(request)
+        self._new.append(request)
 
     def _abort(self, handle: RequestHandle) -> None:
         if not handle.ended:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from engine.errors import RequestAborted, RequestError
 from engine.output import Output, TokenEvent
 from engine.request import Request
+
+LATE_NS = 50_000_000
+"""A chunk is late when it is handed to the socket so long after its last token was drawn."""
 
 
 class RequestHandle:
@@ -35,6 +39,9 @@ class RequestHandle:
         self.error: RequestError | None = None
         self.serialized_ns = 0
         self.flushed_ns = 0
+        self.late_chunks = 0
+        self.latest_ns = 0
+        self.latest_position = 0
         self._loop = loop
         self._abort = abort
         self._closed: Callable[[RequestHandle], None] | None = closed
@@ -59,6 +66,15 @@ class RequestHandle:
         """Give the request up: the engine drops it before its next step. Harmless once ended."""
         if not self._ended:
             self._abort(self)
+
+    def sent(self, event: TokenEvent, position: int) -> None:
+        """A chunk was handed to the socket that ended with `event`, the output's token `position`.
+        Keeps which was the latest of those that were late, and how many were."""
+        late_ns = time.monotonic_ns() - event.at_ns
+        if late_ns >= LATE_NS:
+            self.late_chunks += 1
+            if late_ns > self.latest_ns:
+                self.latest_ns, self.latest_position = late_ns, position
 
     def close(self, *, serialized_ns: int = 0, flushed_ns: int = 0) -> None:
         """Say when the answer was serialized and handed to the socket (monotonic ns; 0: never).

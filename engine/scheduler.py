@@ -212,11 +212,14 @@ class Scheduler:
         """Admit the best waiting request. Nothing overtakes one that finds no room: what is freed
         next is its; except that one of higher priority may still displace a running request."""
         hold = False
-        for request, aged in self.waiting.candidates(now_ns):
+        candidates = self.waiting.candidates(now_ns)
+        for request, aged in candidates:
             if not self._may_prefill(request, room):
                 return False
             place = self._place(request, step, aged=aged, hold=hold)
             if place is _Place.ADMITTED:
+                if aged and candidates[1][0] is not request:
+                    step.aged.append(request)
                 return True
             if place is _Place.NO_ROOM and not aged:
                 return False

@@ -42,12 +42,14 @@ class Chunk:
 @dataclass(slots=True)
 class Step:
     """Decode rows come before prefill rows. `grown` requests were given blocks; `preempted` ones
-    have a reason; `stuck` ones were given up because no memory is left for them; `evicted` counts
-    idle cached blocks that were reused."""
+    have a reason; `aged` ones of the admitted went before better ones, for they had waited long;
+    `stuck` ones were given up because no memory is left for them; `evicted` counts idle cached
+    blocks that were reused."""
 
     decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    aged: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     preempted: list[tuple[Request, str]] = field(default_factory=list)
     stuck: list[Request] = field(default_factory=list)

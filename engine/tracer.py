@@ -109,6 +109,19 @@ class StepTracer:
         )
 
     @_guarded
+    def queued(self, request: Request, now_ns: int, *, running: int, waiting: int) -> None:
+        """A new request that waits, beside those that run and wait. `waited_us` dates its arrival;
+        names hold no spaces, so each part can be told (`capture.why.lookup` does)."""
+        self.event(
+            "queued",
+            f"waited_us={(now_ns - request.arrival_ns) // 1000} running={running} "
+            f"waiting={waiting} priority={request.priority} adjustment={request.adjustment} "
+            f"prompt_tokens={request.prompt_len} max_tokens={request.params.max_tokens} "
+            f"tenant={request.tenant} class={request.class_key}",
+            request,
+        )
+
+    @_guarded
     def step(
         self,
         step: Step,
@@ -162,6 +175,14 @@ class StepTracer:
     def finish(self, handle: RequestHandle) -> None:
         """A request's end, once its answer has been passed on (or never will be)."""
         request = handle.request
+        if handle.late_chunks:
+            self._writer.event(
+                kind="sent_late",
+                request_id=request.request_id,
+                slot=request.slot,
+                detail=f"position={handle.latest_position} chunks={handle.late_chunks}",
+                duration_ns=handle.latest_ns,
+            )
         self._writer.finish(
             slot=request.slot,
             reason=handle.end_reason,
@@ -176,8 +197,8 @@ class StepTracer:
 
     @_guarded
     def event(self, kind: str, detail: str, request: Request | None = None) -> None:
-        """`kind` as `capture.frames` lists them: preempted, resumed, aborted, cache_evicted,
-        degraded, policy_reloaded, rejected."""
+        """`kind` as `capture.schema.EVENTS` lists them: aged, preempted, resumed, aborted,
+        cache_evicted, degraded, policy_reloaded, rejected."""
         self._writer.event(
             kind=kind,
             request_id=None if request is None else request.request_id,

@@ -24,17 +24,35 @@ def ms(value: str) -> str:
     return f"format('{{:,.1f}} ms', ({value}) / 1000)"
 
 
-def named(alias: str, tokens: str) -> str:
-    """SQL: a request in a few words."""
+def named(alias: str, tokens: str, more: str = "''") -> str:
+    """SQL: a request in a few words; its priority where that is another, and what the policy did
+    to it."""
+    adjusted = _either(
+        f"{alias}.adjustment <> 0", " ({:+d} by the feedback policy)", f"{alias}.adjustment"
+    )
+    priority = _either(
+        f"{alias}.effective <> {alias}.own_effective OR {alias}.adjustment <> 0",
+        ", priority {}{}",
+        f"{alias}.effective",
+        adjusted,
+    )
     return (
-        f"format('{{}} (tenant {{}}, {{}}, {{}}{{}})', {alias}.request_id[:8], {alias}.tenant, "
-        f"{alias}.class_key, {tokens}, if({alias}.effective = {alias}.own_effective, '', "
-        f"format(', priority {{}}', {alias}.effective)))"
+        f"format('{{}} (tenant {{}}, {{}}, {{}}{{}}{{}})', {alias}.request_id[:8], "
+        f"{alias}.tenant, {alias}.class_key, {tokens}, {priority}, {more})"
     )
 
 
+def _either(condition: str, text: str, *figures: str) -> str:
+    """SQL: a format that is there only under a condition."""
+    return f"if({condition}, format('{text}', {', '.join(figures)}), '')"
+
+
 _PROMPTED = named("o", "format('prompt of {}', o.prompt_tokens)")
-_ANSWERED = named("o", "format('{} + {} tokens', o.prompt_tokens, o.output_tokens)")
+_ANSWERED = named(
+    "o",
+    "format('{} + {} tokens', o.prompt_tokens, o.output_tokens)",
+    "if(o.by_age, ', went first for its age', '')",
+)
 
 KEY_STEPS = Piece(
     "key_steps",  # per slow token: the step it shared with prompts, and the one that preempted it
@@ -75,8 +93,8 @@ INVOLVED = Piece(
             AS preemptors
     FROM (
         SELECT k.* EXCLUDE (slot), k.slot AS own_slot, p.step_id, r.request_id, r.tenant,
-            r.class_key, r.prompt_tokens, {effective("r")} AS effective, row_number() OVER (
-                PARTITION BY k.engine_id, k.slot, k.position, p.step_id
+            r.class_key, r.prompt_tokens, r.adjustment, {effective("r")} AS effective,
+            row_number() OVER (PARTITION BY k.engine_id, k.slot, k.position, p.step_id
                 ORDER BY r.prompt_tokens DESC, r.slot) AS rank
         FROM key_steps AS k JOIN prompts AS p ON p.engine_id = k.engine_id AND p.slot <> k.slot
             AND (p.step_id = k.shared_step OR p.step_id = k.preempting_step)
@@ -85,12 +103,15 @@ INVOLVED = Piece(
 )
 
 AHEAD = Piece(
-    "ahead",  # who ran while it waited, and who came later and went first
+    "ahead",  # who ran while it waited; who went first though it came later or for its age;
+    # `lifted` are those that outrank it by the feedback policy alone
     f"""
     SELECT engine_id, own_slot AS slot, count(*) AS requests,
         count(*) FILTER (arrived_at_us > own_arrived_at_us) AS overtakers,
         count(*) FILTER (arrived_at_us > own_arrived_at_us AND effective > own_effective)
             AS outranking,
+        count(*) FILTER (effective > own_effective AND priority <= own_effective) AS lifted,
+        count(*) FILTER (by_age) AS by_age, count(*) FILTER (effective <> own_effective) AS unlike,
         string_agg({_ANSWERED}, ', '
             ORDER BY overlap_us DESC, slot) FILTER (rank <= {SHOWN}) AS who
     FROM (
@@ -98,12 +119,15 @@ AHEAD = Piece(
             ORDER BY overlap_us DESC, slot) AS rank
         FROM (
             SELECT n.*, w.arrived_at_us AS own_arrived_at_us, w.effective AS own_effective,
+                n.effective < w.effective AND coalesce(g.aged_at_us BETWEEN w.arrived_at_us
+                    AND w.arrived_at_us + q.queue_us, false) AS by_age,
                 least(coalesce(n.finished_at_us, w.arrived_at_us + q.queue_us),
                         w.arrived_at_us + q.queue_us)
                     - greatest(coalesce(n.admitted_at_us, n.arrived_at_us), w.arrived_at_us)
                     AS overlap_us
             FROM wanted AS w JOIN queue AS q USING (engine_id, slot)
             JOIN neighbours AS n ON n.engine_id = w.engine_id AND n.own_slot = w.slot
+            LEFT JOIN aged AS g ON g.engine_id = n.engine_id AND g.slot = n.slot
             WHERE n.arrived_at_us < w.arrived_at_us + q.queue_us
                 AND (n.admitted_at_us IS NOT NULL OR NOT n.has_ended)
         ) WHERE overlap_us > 0
@@ -129,11 +153,6 @@ class Claim(NamedTuple):
         )
 
 
-def _either(condition: str, text: str, *figures: str) -> str:
-    """SQL: a format that is there only under a condition."""
-    return f"if({condition}, format('{text}', {', '.join(figures)}), '')"
-
-
 def _late(part: str, verb: str) -> str:
     return _either(
         f"c.late_{part}_us > 0",
@@ -153,7 +172,7 @@ CLAIMED = (
     Claim(
         "queued",
         "c.busy_us",
-        "{} in the queue behind {} running{}{}; {} waiting, KV cache {:.0f} % full{}{}",
+        "{} in the queue behind {} running{}{}{}{}; {} waiting, KV cache {:.0f} % full{}{}{}",
         (
             ms("c.busy_us"),
             "coalesce(a.requests, 0)",
@@ -164,12 +183,22 @@ CLAIMED = (
                 "a.overtakers",
                 "a.outranking",
             ),
+            _either("a.lifted > 0", ", {} only by the feedback policy", "a.lifted"),
+            _either(
+                "a.by_age > 0",
+                ", {} with a lower priority went first for {} age",
+                "a.by_age",
+                "if(a.by_age = 1, 'its', 'their')",
+            ),
             "coalesce(c.queue_waiting, 0)",
             "100 * coalesce(c.queue_kv_share, 0)",
             _either(
-                "c.adjustment <> 0 OR a.overtakers > 0", "; its priority was {}", "c.effective"
+                "c.adjustment <> 0 OR a.overtakers > 0 OR a.unlike > 0 OR g.slot IS NOT NULL",
+                "; its priority was {}",
+                "c.effective",
             ),
             _either("c.adjustment <> 0", ", {:+d} of it by the feedback policy", "c.adjustment"),
+            "if(g.slot IS NOT NULL, '; at last it went first for its own age', '')",
         ),
     ),
     Claim(
@@ -286,6 +315,7 @@ RANKED = Piece(
         lambda x: x.us > 0)) AS causes
     FROM claims AS c
     LEFT JOIN ahead AS a ON a.engine_id = c.engine_id AND a.slot = c.slot
+    LEFT JOIN aged AS g ON g.engine_id = c.engine_id AND g.slot = c.slot
     LEFT JOIN involved AS i ON i.engine_id = c.engine_id AND i.slot = c.slot
         AND i.position = c.position""",
 )
@@ -329,4 +359,21 @@ SENDING = Piece(
         - last_token_at_us > {SENDING_FACTOR} * if(p.sent >= {ENOUGH}, p.sending_us, 0)""",
 )
 
-EVIDENCE = (KEY_STEPS, PROMPTS, INVOLVED, AHEAD, RANKED, VERDICTS, SENDING)
+SENDING_CHUNK = Piece(
+    "sending_chunk",  # the chunk that took longest from the model to the socket, if that was slow
+    f"""
+    SELECT w.engine_id, w.slot, w.request_id, w.arrived_at_us, l.position,
+        coalesce(t.emitted_at + to_microseconds(l.late_us), make_timestamp(l.noted_at_us))
+            AS emitted_at, l.late_us AS latency_us, NULL::BIGINT AS usual_us, t.step_id,
+        [{{cause: 'sending slow', ms: l.late_us / 1000}}] AS causes,
+        {{us: l.late_us::DOUBLE, cause: 'sending slow', evidence: format(
+            'the chunk that ended with this token was handed to the socket {{}} after it was '
+            || 'drawn (the server was busy, or chunks before it waited for a slow reader); '
+            || '{{}} of the answer''s were over 50 ms late', {ms("l.late_us")}, l.chunks)}}
+            AS verdict
+    FROM sent_late AS l JOIN wanted AS w USING (engine_id, slot)
+    LEFT JOIN own_tokens AS t ON t.engine_id = l.engine_id AND t.slot = l.slot
+        AND t.position = l.position""",
+)
+
+EVIDENCE = (KEY_STEPS, PROMPTS, INVOLVED, AHEAD, RANKED, VERDICTS, SENDING, SENDING_CHUNK)

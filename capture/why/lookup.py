@@ -7,7 +7,7 @@ that is `capture.why.report`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -38,7 +38,12 @@ class Ranking(StrEnum):
 
 @dataclass(frozen=True)
 class Subject:
-    """A request as the lake knows it. Token counts and times are None where it does not."""
+    """A request as the lake knows it. Token counts and times are None where it does not.
+
+    `outcome` is that of `request_latency`, or "waiting" in the queue. Of one that has not ended,
+    `as_of` is how far its engine's trace goes, and `preempted_at` when it was sent back to wait, if
+    it has not resumed. Times are UTC, naive.
+    """
 
     engine_id: str
     slot: int
@@ -59,6 +64,13 @@ class Subject:
     duration_ms: float | None
     model: str | None
     is_proxied: bool
+    as_of: datetime | None = None
+    preempted_at: datetime | None = None
+
+    @property
+    def effective(self) -> int:
+        """The priority that counts."""
+        return max(0, min(100, (self.priority or 0) + (self.adjustment or 0)))
 
 
 _SUBJECTS = """
@@ -71,6 +83,29 @@ FROM {source} AS l LEFT JOIN (
 ) AS e ON e.engine_id = l.engine_id
 """
 
+_WAITING = r"""
+SELECT q.engine_id::VARCHAR, q.slot, q.request_id, regexp_extract(q.detail, 'tenant=(\S+)', 1),
+    regexp_extract(q.detail, 'class=(\S+)', 1),
+    regexp_extract(q.detail, 'priority=(-?\d+)', 1)::INTEGER,
+    regexp_extract(q.detail, 'adjustment=(-?\d+)', 1)::INTEGER,
+    q.happened_at - to_microseconds(regexp_extract(q.detail, 'waited_us=(\d+)', 1)::BIGINT)
+        AS arrived_at, regexp_extract(q.detail, 'prompt_tokens=(\d+)', 1)::INTEGER, NULL, NULL,
+    if(gone.engine_id IS NULL, 'waiting', 'engine_gone'), NULL, NULL, NULL, NULL, NULL, e.model,
+    false
+FROM events AS q
+LEFT JOIN requests AS r ON r.engine_id = q.engine_id AND r.slot = q.slot
+LEFT JOIN finishes AS f ON f.engine_id = q.engine_id AND f.slot = q.slot
+LEFT JOIN (
+    SELECT DISTINCT engine_id FROM events WHERE kind IN ('engine_closed', 'engine_crashed')
+) AS gone ON gone.engine_id = q.engine_id
+LEFT JOIN (
+    SELECT engine_id, any_value(model) AS model FROM engines GROUP BY engine_id
+) AS e ON e.engine_id = q.engine_id
+WHERE q.kind = 'queued' AND r.slot IS NULL AND f.slot IS NULL AND {condition}
+ORDER BY arrived_at, q.slot
+"""
+"""Requests without a row of their own yet: that is written when they get a seat, or end."""
+
 _WORST_GAPS = """(
     SELECT l.*, g.gap_us FROM request_latency AS l JOIN (
         SELECT engine_id, slot, max(latency_us) AS gap_us FROM tokens
@@ -78,6 +113,9 @@ _WORST_GAPS = """(
         ORDER BY gap_us DESC LIMIT $count
     ) AS g ON g.engine_id = l.engine_id AND g.slot = l.slot
 )"""
+
+OPEN = ("unfinished", "waiting")
+"""Outcomes of requests that have not ended."""
 
 EVER = datetime(1970, 1, 1)
 
@@ -94,7 +132,21 @@ def find(lake: duckdb.DuckDBPyConnection, text: str) -> list[Subject]:
             f"(chatcmpl-..., cmpl-...), or at least its first {MIN_PREFIX} hex digits"
         )
     sql = _SUBJECTS.format(source="request_latency") + "WHERE starts_with(request_id, $key)"
-    return _subjects(lake, f"{sql} ORDER BY arrived_at, slot", key=key)
+    found = _subjects(lake, f"{sql} ORDER BY arrived_at, slot", key=key)
+    waiting = _WAITING.format(condition="starts_with(q.request_id, $key)")
+    return _as_far_as_known(lake, [*found, *_subjects(lake, waiting, key=key)])
+
+
+def present(lake: duckdb.DuckDBPyConnection, engine_id: str) -> tuple[list[Subject], list[Subject]]:
+    """The requests that an engine runs, and those that wait in its queue; oldest first."""
+    running = _subjects(
+        lake,
+        _SUBJECTS.format(source="request_latency")
+        + "WHERE l.engine_id = $engine::UUID AND outcome = 'unfinished' ORDER BY arrived_at, slot",
+        engine=engine_id,
+    )
+    waiting = _WAITING.format(condition="q.engine_id = $engine::UUID")
+    return running, _subjects(lake, waiting, engine=engine_id)
 
 
 def slowest(
@@ -112,7 +164,7 @@ def slowest(
         f"WHERE arrived_at >= $since AND {figure} IS NOT NULL "
         f"ORDER BY {figure} DESC, arrived_at LIMIT $count"
     )
-    return _subjects(lake, sql, since=since or EVER, count=count)
+    return _as_far_as_known(lake, _subjects(lake, sql, since=since or EVER, count=count))
 
 
 def parse_since(text: str, now: datetime) -> datetime:
@@ -157,10 +209,7 @@ def unknown(lake: duckdb.DuckDBPyConnection, text: str, ring_dir: Path) -> WhyEr
             f"frames in the rings of {ring_dir} that no collector reads: {pending:,}; "
             "is `inferloop collect` running?"
         )
-    lines.append(
-        "if it has just been served, ask again in 2 s; one that still waits in an engine's queue "
-        "is not in the trace yet"
-    )
+    lines.append("if it has just been sent or served, ask again in 2 s")
     if recent:
         lines.append("the newest ones are:\n  " + "\n  ".join(map(_listed, recent)))
     return WhyError("\n".join(lines))
@@ -195,6 +244,27 @@ def _listed(subject: Subject) -> str:
         f"{subject.request_id}  {subject.arrived_at:%Y-%m-%d %H:%M:%S}  "
         f"{subject.class_key or '-'}  {subject.outcome}"
     )
+
+
+def _as_far_as_known(lake: duckdb.DuckDBPyConnection, subjects: list[Subject]) -> list[Subject]:
+    """The subjects, those that have not ended with what is known of their present."""
+    return [_present(lake, one) if one.outcome in OPEN else one for one in subjects]
+
+
+def _present(lake: duckdb.DuckDBPyConnection, subject: Subject) -> Subject:
+    (as_of,) = _row(
+        lake,
+        "SELECT max(committed_at) FROM ingest_cursor WHERE engine_id = $engine::UUID",
+        engine=subject.engine_id,
+    )
+    (preempted_at,) = _row(
+        lake,
+        "SELECT if(max_by(kind, happened_at) = 'preempted', max(happened_at), NULL) FROM events "
+        "WHERE engine_id = $engine::UUID AND slot = $slot AND kind IN ('preempted', 'resumed')",
+        engine=subject.engine_id,
+        slot=subject.slot,
+    )
+    return replace(subject, as_of=as_of, preempted_at=preempted_at)
 
 
 def _subjects(lake: duckdb.DuckDBPyConnection, sql: str, **values: Any) -> list[Subject]:

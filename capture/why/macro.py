@@ -19,8 +19,8 @@ SELECT position, emitted_at, latency_us / 1000 AS latency_ms, usual_us / 1000 AS
     verdict.cause AS cause, verdict.evidence AS evidence, step_id, slot,
     verdict.us / 1000 AS explained_ms, causes, request_id,
     engine_id
-FROM (FROM verdicts UNION ALL BY NAME FROM sending)
-ORDER BY arrived_at_us, slot, position NULLS LAST
+FROM (FROM verdicts UNION ALL BY NAME FROM sending UNION ALL BY NAME FROM sending_chunk)
+ORDER BY arrived_at_us, slot, position NULLS LAST, emitted_at
 """
 
 
@@ -51,7 +51,7 @@ WHY = View(
     "evidence. `unexplained` where no cause explains a quarter of the time lost. docs/why.md has "
     "every cause. Takes the request's id in any form that a client saw, or its first 8 hex digits.",
     (
-        Column("position", "INTEGER", "output position of the late token; NULL: the sending"),
+        Column("position", "INTEGER", "output position of the late token; NULL: the sending's end"),
         Column("emitted_at", "TIMESTAMP", "when it came; of the sending, its end"),
         Column("latency_ms", "DOUBLE", "time it took; position 0: since arrival"),
         Column(

@@ -119,9 +119,10 @@ NEIGHBOURS = Piece(
     "neighbours",  # requests that came shortly before and after each one, listed likewise
     f"""
     SELECT k.own_slot, r.engine_id, r.slot, r.request_id, r.tenant, r.class_key, r.prompt_tokens,
-        r.cached_tokens, {effective("r")} AS effective, epoch_us(r.arrived_at) AS arrived_at_us,
-        coalesce(f.output_tokens, 0) AS output_tokens, f.slot IS NOT NULL AS has_ended,
-        epoch_us(f.admitted_at) AS admitted_at_us, epoch_us(f.finished_at) AS finished_at_us,
+        r.cached_tokens, r.priority, r.adjustment, {effective("r")} AS effective,
+        epoch_us(r.arrived_at) AS arrived_at_us, coalesce(f.output_tokens, 0) AS output_tokens,
+        f.slot IS NOT NULL AS has_ended, epoch_us(f.admitted_at) AS admitted_at_us,
+        epoch_us(f.finished_at) AS finished_at_us,
         epoch_us(f.first_token_at) - epoch_us(r.arrived_at) AS ttft_us,
         epoch_us(f.flushed_at) - epoch_us(f.last_token_at) AS sending_us
     FROM (
@@ -261,6 +262,24 @@ QUEUE = Piece(
     GROUP BY w.engine_id, w.slot, w.arrived_at_us""",
 )
 
+AGED = Piece(
+    "aged",  # who was admitted for its age though others had a higher priority
+    """
+    SELECT engine_id, slot, max(epoch_us(happened_at)) AS aged_at_us FROM events
+    WHERE kind = 'aged' AND engine_id IN (SELECT engine_id FROM wanted)
+    GROUP BY engine_id, slot""",
+)
+
+SENT_LATE = Piece(
+    "sent_late",  # the chunk of each answer that took longest from the model to the socket
+    r"""
+    SELECT engine_id, slot, epoch_us(happened_at) AS noted_at_us, duration_us AS late_us,
+        try_cast(regexp_extract(detail, 'position=(\d+)', 1) AS INTEGER) AS position,
+        regexp_extract(detail, 'chunks=(\d+)', 1) AS chunks
+    FROM events
+    WHERE kind = 'sent_late' AND (engine_id, slot) IN (SELECT (engine_id, slot) FROM wanted)""",
+)
+
 PEERS = Piece(
     "peers",  # other requests of its class and tenant: their TTFT, cache hits, sending
     """
@@ -295,5 +314,7 @@ PIECES = (
     ALIKE,
     PAUSES,
     QUEUE,
+    AGED,
+    SENT_LATE,
     PEERS,
 )

@@ -7,10 +7,10 @@ Not for finding the requests: that is `capture.why.lookup`.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from capture.why.lookup import Subject
+from capture.why.lookup import OPEN, Subject, present
 from capture.why.macro import why_query
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 BLOCKS = "▁▂▃▄▅▆▇█"
 MARKS = 72
 ROWS = 12
+SHOWN = 3
+"""Requests named of those that one waits for."""
+
 OWN_PROMPT = "prefill"
+SENDING = "sending slow"
 REST = "unexplained"
 
 
@@ -47,17 +51,32 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Of a request in the queue: how many run, the oldest of them in words, how many others wait
+    and whom of those the engine prefers."""
+
+    running: int
+    named: list[str]
+    waiting: int
+    more_important: int
+    earlier: int
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """A request with its gaps in ms, by position from 1, and its slow moments in order."""
+    """A request with its gaps in ms, by position from 1, and its slow moments in order; `ahead` of
+    one that waits for its first seat."""
 
     subject: Subject
     gaps_ms: list[float]
     slow: list[Slow]
+    ahead: Ahead | None = None
 
     @property
     def ttft_ms(self) -> float | None:
         """From the trace: a request that failed later had a first token, too."""
-        return next((slow.latency_ms for slow in self.slow if slow.position == 0), None)
+        first = (s.latency_ms for s in self.slow if s.position == 0 and s.cause != SENDING)
+        return next(first, None)
 
     def lost_ms(self) -> dict[str, float]:
         """The time lost by cause, the largest first; what the causes leave is `unexplained`."""
@@ -93,17 +112,50 @@ def explain(lake: duckdb.DuckDBPyConnection, subjects: list[Subject]) -> list[Ex
     ).fetchall():
         gaps[engine, slot] = latencies
     return [
-        Explanation(s, gaps.get((s.engine_id, s.slot), []), slow.get((s.engine_id, s.slot), []))
+        Explanation(
+            s,
+            gaps.get((s.engine_id, s.slot), []),
+            slow.get((s.engine_id, s.slot), []),
+            _ahead(lake, s) if s.outcome == "waiting" else None,
+        )
         for s in subjects
     ]
+
+
+def _ahead(lake: duckdb.DuckDBPyConnection, subject: Subject) -> Ahead:
+    running, waiting = present(lake, subject.engine_id)
+    others = [one for one in waiting if one.slot != subject.slot]
+    equal = [one for one in others if one.effective == subject.effective]
+    return Ahead(
+        running=len(running),
+        named=[_in_words(one) for one in running[:SHOWN]],
+        waiting=len(others),
+        more_important=sum(one.effective > subject.effective for one in others),
+        earlier=sum(one.arrived_at < subject.arrived_at for one in equal),
+    )
+
+
+def _in_words(subject: Subject) -> str:
+    return (
+        f"{subject.request_id[:8]} (tenant {subject.tenant}, {subject.class_key}, "
+        f"priority {subject.effective}{_adjusted(subject)})"
+    )
+
+
+def _adjusted(subject: Subject) -> str:
+    if not subject.adjustment:
+        return ""
+    return f", {subject.adjustment:+d} of it by the feedback policy"
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
     """For `json.dumps`: times as ISO 8601 in UTC, durations in ms."""
     request = asdict(explanation.subject)
-    request["arrived_at"] = explanation.subject.arrived_at.isoformat()
+    for name in ("arrived_at", "as_of", "preempted_at"):
+        request[name] = None if request[name] is None else request[name].isoformat()
     return {
         "request": request,
+        "ahead": None if explanation.ahead is None else asdict(explanation.ahead),
         "slow": [{**asdict(s), "emitted_at": s.emitted_at.isoformat()} for s in explanation.slow],
         "lost_ms": explanation.lost_ms(),
         "gaps_ms": explanation.gaps_ms,
@@ -149,21 +201,30 @@ def _header(explanation: Explanation) -> RenderableType:
     )
     prompt = "unknown" if s.prompt_tokens is None else f"{s.prompt_tokens:,}"
     text.append(
-        f"arrived {s.arrived_at:%Y-%m-%d %H:%M:%S.%f} UTC · {_outcome(s.outcome)} · "
+        f"arrived {s.arrived_at:%Y-%m-%d %H:%M:%S.%f} UTC · {_outcome(s)} · "
         f"{prompt} prompt tokens{cached}, {output:,} output tokens\n"
     )
-    known = (f"{name} {duration(ms)}" for name, ms in times.items() if ms is not None)
+    known = [f"{name} {duration(ms)}" for name, ms in times.items() if ms is not None]
+    if s.outcome in OPEN and s.as_of is not None:
+        known.append(f"{duration(_ms(s.as_of - s.arrived_at))} so far, at {s.as_of:%H:%M:%S} UTC")
     text.append(" · ".join(known), style="cyan")
     return text
 
 
-def _outcome(outcome: str) -> str:
+def _outcome(subject: Subject) -> str:
+    if subject.outcome == "unfinished" and subject.preempted_at is not None:
+        return "preempted, waits to be resumed"
     return {
         "unfinished": "still running",
+        "waiting": "still waiting in the queue",
         "engine_gone": "its engine ended before it did",
         "abort": "aborted",
         "error": "failed",
-    }.get(outcome, f"finished ({plain(outcome)})")
+    }.get(subject.outcome, f"finished ({plain(subject.outcome)})")
+
+
+def _ms(time: timedelta) -> float:
+    return time.total_seconds() * 1000
 
 
 def _timeline(explanation: Explanation) -> RenderableType:
@@ -199,9 +260,9 @@ def _table(explanation: Explanation) -> Table:
             continue
         because = Text(slow.cause, style="yellow")
         because.append(plain(f": {slow.evidence}"), style="none")
-        after = (slow.emitted_at - explanation.subject.arrived_at).total_seconds() * 1000
+        after = _ms(slow.emitted_at - explanation.subject.arrived_at)
         table.add_row(
-            {None: "sent", 0: "first"}.get(slow.position, str(slow.position)),
+            _place(slow),
             f"+{duration(after)}",
             duration(slow.latency_ms),
             "-" if slow.usual_ms is None else duration(slow.usual_ms),
@@ -211,6 +272,14 @@ def _table(explanation: Explanation) -> Table:
     if hidden:
         table.add_row("", "", "", "", Text(f"and {hidden} more: --json has all", style="dim"))
     return table
+
+
+def _place(slow: Slow) -> str:
+    """Which moment of the request a row is about."""
+    if slow.position is None:
+        return "sent"
+    token = "first" if slow.position == 0 else str(slow.position)
+    return f"{token} sent" if slow.cause == SENDING else token
 
 
 def _verdict(explanation: Explanation) -> RenderableType:
@@ -235,9 +304,22 @@ def _verdict(explanation: Explanation) -> RenderableType:
 
 def _nothing(explanation: Explanation) -> str:
     """What to say of a request without a single token."""
-    if explanation.subject.outcome == "unfinished":
+    subject, ahead = explanation.subject, explanation.ahead
+    if ahead is not None:
+        return _waits(subject, ahead)
+    if subject.outcome == "unfinished":
         return "no token yet: it is in its prompt; ask again"
     return "it got no token, so there is nothing to explain; its end says why"
+
+
+def _waits(subject: Subject, ahead: Ahead) -> str:
+    who = f": {', '.join(ahead.named)}" if ahead.named else ""
+    more = ", …" if ahead.running > len(ahead.named) else ""
+    return plain(
+        f"it waits behind {ahead.running} running{who}{more}; others that wait: {ahead.waiting}, "
+        f"{ahead.more_important} with a higher priority and {ahead.earlier} of the same that came "
+        f"before it; its priority is {subject.effective}{_adjusted(subject)}"
+    )
 
 
 def duration(ms: float) -> str:

@@ -153,6 +153,37 @@ def play_queue(stage: Stage) -> None:
     stage.run((3, SUBJECT), 30)
 
 
+def play_aged(stage: Stage) -> None:
+    """One of a lower priority that had waited long goes first, then the subject."""
+    stage.arrive(1, tenant="busy", class_key="busy/chat/-")
+    stage.step((), {1: 12})
+    stage.arrive(2, priority=10, tenant="patient", class_key="patient/chat/-")
+    stage.run((1,), 20, waiting=1)
+    stage.arrive(SUBJECT)
+    stage.run((1,), 20, waiting=2)
+    stage.finish(1)
+    stage.step((), {2: 12}, waiting=1, decisions=(("aged", 2, "went first for its age, 5.1 s"),))
+    stage.run((2,), 20, waiting=1)
+    stage.finish(2)
+    stage.step((), {SUBJECT: 12})
+    stage.run((SUBJECT,), 20)
+
+
+def play_lifted(stage: Stage) -> None:
+    """One that came later outranks the subject by the feedback policy alone."""
+    stage.arrive(1, tenant="busy", class_key="busy/chat/-")
+    stage.step((), {1: 12})
+    stage.arrive(SUBJECT)
+    stage.run((1,), 20, waiting=1)
+    stage.arrive(2, adjustment=15, tenant="liked", class_key="liked/chat/-")
+    stage.finish(1)
+    stage.step((), {2: 12}, waiting=1)
+    stage.run((2,), 20, waiting=1)
+    stage.finish(2)
+    stage.step((), {SUBJECT: 12})
+    stage.run((SUBJECT,), 20)
+
+
 def play_prefix_miss(stage: Stage) -> None:
     for slot in range(8):
         stage.arrive(slot, prompt_tokens=400, cached_tokens=360)
@@ -238,6 +269,13 @@ def play_jitter(stage: Stage) -> None:
 
 FIRSTS: dict[str, tuple[Callable[[Stage], None], str, str]] = {
     "queued": (play_queue, "queued", "behind 3 running"),
+    "aged": (
+        play_aged,
+        "queued",
+        "1 with a lower priority went first for its age; 2 waiting, KV cache 90 % full; "
+        "its priority was 50",
+    ),
+    "lifted": (play_lifted, "queued", "1 with a higher priority, 1 only by the feedback policy"),
     "prefix miss": (
         play_prefix_miss,
         "prefix miss",
@@ -259,6 +297,14 @@ def play_slow_client(stage: Stage) -> None:
     stage.arrive(SUBJECT + 2)
     stage.step((), {SUBJECT + 2: 12})
     stage.finish(SUBJECT + 2, stages_ms=(0.1, 900, 5))
+
+
+def play_late_chunk(stage: Stage) -> None:
+    """The engine was steady; one chunk reached the socket late, the end did not."""
+    start(stage)
+    stage.run((MATE, SUBJECT), BEFORE)
+    stage.event("sent_late", SUBJECT, "position=31 chunks=4", duration_ns=int(350 * MS))
+    stage.finish(SUBJECT)
 
 
 def play_shared_id(stage: Stage) -> None:
@@ -302,6 +348,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "lost": decode_with(steps_lost),
     "proxy": decode_with(slow_forward),
     "sending": play_slow_client,
+    "late chunk": play_late_chunk,
     "shared id": play_shared_id,
     "ends": play_ends,
 }
