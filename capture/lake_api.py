@@ -7,12 +7,14 @@ Reads only, and may be shared by threads. Not for our own code, which needs Duck
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from capture.console.output import distinct_names
 from capture.errors import LakeError, QueryError, first_line
 from capture.lake import LakePlace, new_cursor, open_connection
 from capture.settings import Settings
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     import pandas as pd
     import polars as pl
     import pyarrow as pa
+
+
+SHOWN_ROWS = 20
+"""Rows that a notebook shows of a result."""
 
 
 def open_lake(
@@ -100,13 +106,39 @@ class Lake:
 
 
 class Rows:
-    """What a query found: all of it, in memory, as often as wanted and in any form."""
+    """What a query found: all of it, in memory, as often as wanted and in any form.
+
+    Iterating and indexing give a row as a dict by column name; where names repeat, later ones get
+    `_2`, `_3`. Times are `datetime` in UTC without a zone.
+    """
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns' names, in order."""
+        return distinct_names(self._table.schema.names)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        names = self.columns
+        for row in self.fetchall():
+            yield dict(zip(names, row, strict=True))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row at `index`, negative from the end. Raises IndexError when there is none."""
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"there is no row {index}: the query found {len(self)}")
+        return next(iter(Rows(self._table.slice(position, 1))))
+
+    def fetchall(self) -> list[tuple[Any, ...]]:
+        """All rows as tuples."""
+        columns = [column.to_pylist() for column in self._table.columns]
+        return list(zip(*columns, strict=True))
 
     def arrow(self) -> pa.Table:
         """As a pyarrow Table."""
@@ -131,8 +163,23 @@ class Rows:
         return frame if isinstance(frame, polars.DataFrame) else frame.to_frame()
 
     def __repr__(self) -> str:
-        columns: list[Any] = self._table.schema.names
-        return f"<{len(self)} rows of {', '.join(columns)}>"
+        return f"<{len(self)} rows of {', '.join(self.columns)}>"
+
+    def _repr_html_(self) -> str:
+        """The first rows as a table, which notebooks show."""
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
+        shown = Rows(self._table.slice(0, SHOWN_ROWS)).fetchall()
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(_shown(value))}</td>' for value in row)}</tr>"
+            for row in shown
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        more = len(self) - len(shown)
+        return f"{table}<p>{len(self):,} rows, {more:,} more than shown</p>" if more else table
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _missing(library: str, method: str) -> QueryError:

@@ -20,12 +20,14 @@ The dialect is DuckDB's. `inferloop sql` reads and does nothing else: one SELECT
 own, with a time limit (`--timeout`, 30 s), a memory limit (`--memory-mib`, 1024) and no access to
 other files or the network.
 
-From Python, as Arrow, pandas or polars:
+From Python, row by row, or as Arrow, pandas or polars:
 
 ```python
 from capture import open_lake
 
 with open_lake() as lake:  # open_lake("/var/lib/inferloop"), open_lake(catalog="postgresql://...")
+    for row in lake.sql("SELECT tenant, count(*) AS requests FROM requests GROUP BY tenant"):
+        print(row["tenant"], row["requests"])
     slow = lake.sql("SELECT * FROM slow_tokens(?)", [10]).arrow()
     ttft = lake.sql("SELECT class_key, ttft_ms FROM request_latency").df()
     gaps = lake.sql("SELECT tenant, gap_ms FROM token_gaps WHERE position < $n", {"n": 64}).pl()

@@ -97,16 +97,20 @@ class _Limited:
             yield from zip(*map(_values, batch.columns), strict=True)
 
     def distinct_names(self) -> list[str]:
-        """The columns' names; of equal ones the later get _2, _3, ..."""
-        names: list[str] = []
-        taken = set(self.schema.names)
-        for name in self.schema.names:
-            number, distinct = 1, name
-            while distinct in names or (number > 1 and distinct in taken):
-                number += 1
-                distinct = f"{name}_{number}"
-            names.append(distinct)
-        return names
+        return distinct_names(self.schema.names)
+
+
+def distinct_names(columns: list[str]) -> list[str]:
+    """The columns' names; of equal ones the later get _2, _3, ..."""
+    names: list[str] = []
+    taken = set(columns)
+    for name in columns:
+        number, distinct = 1, name
+        while distinct in names or (number > 1 and distinct in taken):
+            number += 1
+            distinct = f"{name}_{number}"
+        names.append(distinct)
+    return names
 
 
 def _write_table(batches: _Limited, stream: IO[bytes], width: int | None) -> None:
