@@ -53,7 +53,16 @@ def inspect_ring(
             help="Engine id (its first characters will do) or file; default: the engine that runs.",
         ),
     ] = None,
-    last: Annotated[int, typer.Option(min=0, max=10_000, help="Frames to show, newest last.")] = 10,
+    last: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=10_000,
+            help="Frames to show, newest last, samples of memory and GPU not counted; and the "
+            "newest of every kind.",
+        ),
+    ] = 10,
+    raw: Annotated[bool, typer.Option("--raw", help="The last frames, whatever they are.")] = False,
     window: Annotated[
         float, typer.Option(min=0.0, max=60.0, help="Seconds over which rates are measured.")
     ] = 1.0,
@@ -72,7 +81,7 @@ def inspect_ring(
 
     settings = Settings()
     path = find_ring(which, settings.rings, archives(settings.home))
-    report = inspect(path, window_s=window, last=last)
+    report = inspect(path, window_s=window, last=last, raw=raw)
     if as_json:
         document: dict[str, Any] = as_document(report)
         typer.echo(json.dumps(document, indent=2))

@@ -7,7 +7,7 @@ Not for printing: that is `cli.ring_view`.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from capture.frames import FrameType
 from capture.reader import FrameBatch, RingReader
 from capture.ring import FORMAT_VERSION, RingHeader
 from capture.rings.attendance import KnownReader, attending
-from capture.rings.frame_text import FrameLine, frame_line, frame_name
+from capture.rings.frame_choice import FrameChoice
+from capture.rings.frame_text import FrameLine, frame_name
 from capture.rings.ring_files import ARCHIVE_SUFFIX, opened_ring, ring_files
 
 
@@ -118,14 +119,15 @@ class RingSummary:
     readers: tuple[ReaderLag, ...] = ()
 
 
-def inspect(path: Path, *, window_s: float, last: int) -> RingReport:
+def inspect(path: Path, *, window_s: float, last: int, raw: bool = False) -> RingReport:
     """Read a ring from its oldest frame on; a living one is also watched for `window_s` seconds.
+    `last` and `raw` choose the frames of its scan as in `FrameChoice`.
 
     Raises RingError when it is none or cannot be read.
     """
     with opened_ring(path) as reader:
         rates = _rates(reader, window_s) if window_s and reader.writer_alive() else None
-        scan = scan_ring(reader, last)
+        scan = scan_ring(reader, FrameChoice(last, raw=raw))
         state = reader.writer_state()
         header, written = reader.header, reader.written
         history = None
@@ -161,10 +163,9 @@ def reader_lags(path: Path, reader: RingReader) -> list[ReaderLag]:
     return [_lag(known, reader, frames, tokens) for known in attending(path)]
 
 
-def scan_ring(reader: RingReader, last: int) -> Scan:
-    """Read everything that is there now, and a dead writer's open frame; keep `last` frames."""
+def scan_ring(reader: RingReader, choice: FrameChoice) -> Scan:
+    """Read everything that is there now, and a dead writer's open frame; keep what is chosen."""
     scan = Scan()
-    kept: deque[tuple[FrameBatch, int]] = deque(maxlen=last)
     types: Counter[int] = Counter()
     alive, target = reader.writer_alive(), reader.written[0]
     while True:
@@ -175,7 +176,7 @@ def scan_ring(reader: RingReader, last: int) -> Scan:
             if not len(batch):
                 break
         _account(scan, batch, types)
-        kept.extend((batch, index) for index in range(max(0, len(batch) - last), len(batch)))
+        choice.add(batch)
         if alive and reader.cursor.sequence >= target:
             break
     cursor, written = reader.cursor, reader.written
@@ -185,7 +186,7 @@ def scan_ring(reader: RingReader, last: int) -> Scan:
         scan.written_frames = max(written[0], cursor.sequence)
         scan.written_tokens = max(written[1], cursor.tokens)
     scan.frames_by_type = {frame_name(kind): count for kind, count in sorted(types.items())}
-    scan.last = [frame_line(reader.header, batch, index) for batch, index in kept]
+    scan.last = choice.lines(reader.header)
     return scan
 
 
