@@ -35,7 +35,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from capture.console.output import one_line
 from capture.errors import CaptureError
 from capture.exports.otlp_metrics import Histograms
-from capture.exports.otlp_source import Cursor, Row, after, events_of
+from capture.exports.otlp_source import Cursor, NewCommits, Row, after, after_new, events_of
 from capture.exports.otlp_spans import resource_of, spans_of
 from capture.exports.selection import ExportError
 
@@ -108,7 +108,17 @@ class OtlpExporter:
 
         Raises ExportError when the endpoint did not take it; the same call tries again.
         """
-        rows = after(self._lake, cursor, BATCH_REQUESTS, start, end)
+        return self._send_rows(cursor, after(self._lake, cursor, BATCH_REQUESTS, start, end))
+
+    def send_new(self, cursor: Cursor, commits: NewCommits) -> Cursor | None:
+        """`send_after` that looks only at the commits that it has not seen through before."""
+        rows = after_new(self._lake, cursor, BATCH_REQUESTS, commits)
+        moved = self._send_rows(cursor, rows)
+        if len(rows) < BATCH_REQUESTS:
+            commits.done()
+        return moved
+
+    def _send_rows(self, cursor: Cursor, rows: list[Row]) -> Cursor | None:
         if not rows:
             return None
         whole = [row for row in rows if row["request_id"] is not None]
@@ -179,9 +189,10 @@ def follow(
 ) -> None:
     """Send what is there and what comes, until `stop`; a failure is said, and tried again."""
     wait_s, kept = POLL_S, cursor
+    commits = NewCommits()
     while not stop.is_set():
         try:
-            moved = exporter.send_after(cursor)
+            moved = exporter.send_new(cursor, commits)
             cursor = moved or cursor
             if cursor is not kept:
                 keep(cursor)

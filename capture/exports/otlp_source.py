@@ -1,7 +1,8 @@
 """Finished requests of the lake in the order they were committed, with a cursor to go on from.
 
 An engine's finishes are committed in the order of their times, so one time per engine says what
-was read; requests of that very microsecond are named. Not for sending.
+was read; requests of that very microsecond are named. Whoever follows looks only at the commits
+since the last look. Not for sending.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from uuid import UUID
 from capture.atomic_file import opened
 from capture.errors import LakeError, first_line
 from capture.exports.selection import ExportError
+from capture.lake import NAME
 
 if TYPE_CHECKING:
     import duckdb
@@ -97,18 +99,52 @@ def alone(cursor_file: Path) -> Iterator[None]:
         yield
 
 
+class NewCommits:
+    """Which part of `finishes` may hold what was not read yet: all of it at first, then what was
+    committed since, by the lake's own numbers of its commits, so that nothing is too late to be
+    seen and no older file is read."""
+
+    def __init__(self) -> None:
+        self._read: int | None = None
+        self._last: int | None = None
+
+    def source(self, lake: duckdb.DuckDBPyConnection) -> str | None:
+        """SQL of a table with the columns of `finishes`; None: nothing was committed since."""
+        with _reading():
+            row = lake.execute(f"FROM ducklake_current_snapshot('{NAME}')").fetchone()
+        self._last = None if row is None else int(row[0])
+        if self._read is None or self._last is None or self._last < self._read:
+            return "finishes"
+        if self._last == self._read:
+            return None
+        span = f"{self._read + 1}, {self._last}"
+        return f"ducklake_table_insertions('{NAME}', 'main', 'finishes', {span})"
+
+    def done(self) -> None:
+        """All of the last source was read."""
+        self._read = self._last
+
+    def forget(self) -> None:
+        """Begin with all of it again: the lake has forgotten the commits in between."""
+        self._read = None
+
+
 _NEXT = """
-WITH next AS (
-    SELECT f.* FROM finishes AS f
-    LEFT JOIN (SELECT engine_id, max(at_us) AS at_us FROM exported GROUP BY engine_id) AS x
-        ON x.engine_id = f.engine_id
-    WHERE (x.engine_id IS NULL OR f.finished_at >= make_timestamp(x.at_us))
-        AND f.finished_at >= coalesce($start, '-infinity'::TIMESTAMP)
-        AND f.finished_at < coalesce($end, 'infinity'::TIMESTAMP)
-        AND (f.engine_id, f.slot, epoch_us(f.finished_at)) NOT IN
-            (SELECT (engine_id, slot, at_us) FROM exported)
-    ORDER BY f.engine_id, f.finished_at, f.slot LIMIT $limit
-)
+CREATE OR REPLACE TEMP TABLE next AS
+SELECT f.* FROM {source} AS f
+LEFT JOIN (SELECT engine_id, max(at_us) AS at_us FROM exported GROUP BY engine_id) AS x
+    ON x.engine_id = f.engine_id
+WHERE (x.engine_id IS NULL OR f.finished_at >= make_timestamp(x.at_us))
+    AND f.finished_at >= coalesce($start, '-infinity'::TIMESTAMP)
+    AND f.finished_at < coalesce($end, 'infinity'::TIMESTAMP)
+    AND (f.engine_id, f.slot, epoch_us(f.finished_at)) NOT IN
+        (SELECT (engine_id, slot, at_us) FROM exported)
+ORDER BY f.engine_id, f.finished_at, f.slot LIMIT $limit
+"""
+
+_SPAN = "SELECT min(slot), max(slot) FROM next"
+
+_WHOLE = """
 SELECT f.engine_id::VARCHAR AS engine_id, f.slot, r.request_id, r.tenant, r.route, r.class_key,
     r.priority, r.prompt_tokens, r.cached_tokens, r.max_tokens, f.reason, f.output_tokens,
     epoch_us(r.arrived_at) AS arrived_us, epoch_us(f.admitted_at) AS admitted_us,
@@ -116,7 +152,9 @@ SELECT f.engine_id::VARCHAR AS engine_id, f.slot, r.request_id, r.tenant, r.rout
     epoch_us(f.flushed_at) AS flushed_us, epoch_us(f.finished_at) AS finished_us,
     e.model, e.host, e.pid, e.fingerprint
 FROM next AS f
-LEFT JOIN requests AS r ON r.engine_id = f.engine_id AND r.slot = f.slot
+LEFT JOIN (
+    FROM requests WHERE slot BETWEEN $first AND $last
+) AS r ON r.engine_id = f.engine_id AND r.slot = f.slot
 LEFT JOIN engines AS e ON e.engine_id = f.engine_id
 ORDER BY f.engine_id, f.finished_at, f.slot
 """
@@ -128,11 +166,12 @@ def after(
     limit: int,
     start: datetime | None = None,
     end: datetime | None = None,
+    source: str = "finishes",
 ) -> list[Row]:
     """The next finished requests, `limit` at most, ordered by engine and finish.
 
     `request_id` is None where the ring lost a request's arrival, and kept its end.
-    `start`, `end`: only those that finished then, `end` excluded; UTC.
+    `start`, `end`: only those that finished then, `end` excluded; UTC. `source`: where to look.
     """
     engines = [
         (engine, at_us, slot) for engine, (at_us, slots) in cursor.engines.items() for slot in slots
@@ -143,7 +182,30 @@ def after(
         )
         if engines:
             lake.executemany("INSERT INTO exported VALUES (?, ?, ?)", engines)
-        return _rows(lake, _NEXT, {"start": start, "end": end, "limit": limit})
+        values = {"start": start, "end": end, "limit": limit}
+        lake.execute(_NEXT.format(source=source), values)
+        span = lake.execute(_SPAN).fetchone()
+        if span is None or span[0] is None:
+            return []
+        # Constants, so that only their part of the files of `requests` is read.
+        return _rows(lake, _WHOLE, {"first": span[0], "last": span[1]})
+
+
+def after_new(
+    lake: duckdb.DuckDBPyConnection, cursor: Cursor, limit: int, commits: NewCommits
+) -> list[Row]:
+    """What `after` finds among the commits that were not read yet. Call `commits.done()` once
+    fewer than `limit` rows came and were dealt with."""
+    source = commits.source(lake)
+    if source is None:
+        return []
+    try:
+        return after(lake, cursor, limit, source=source)
+    except LakeError as error:
+        if "No snapshot found" not in str(error):
+            raise
+        commits.forget()
+        return after(lake, cursor, limit)
 
 
 def events_of(lake: duckdb.DuckDBPyConnection, rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
