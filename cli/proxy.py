@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,13 @@ def proxy(
     capture_mib: Annotated[
         int, typer.Option(help="bytes of a request or an answer that are captured", min=1, max=1024)
     ] = 4,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="serve HTTPS with this certificate (PEM, with those that vouch for it)"),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="its key, where that is another file (PEM, no password)")
+    ] = None,
 ) -> None:
     """Forward requests byte for byte to any OpenAI-compatible server (vLLM, SGLang, llama.cpp),
     and write what passes as trace and traffic, as for our own engine.
@@ -42,15 +50,19 @@ def proxy(
     """
     import logging
 
-    from capture.proxy.command import ProxyOptions, listen, run_proxy
+    from capture.proxy.command import ProxyOptions, listen, run_proxy, tls_context
     from capture.settings import Settings
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings()
     share = settings.mirror_share if mirror_share is None else mirror_share
-    options = ProxyOptions(upstream, share, trace, timeout_s, capture_mib << 20)
+    if tls_cert is None and tls_key is not None:
+        raise typer.BadParameter("--tls-key goes with --tls-cert")
+    tls = None if tls_cert is None else tls_context(tls_cert, tls_key)
+    options = ProxyOptions(upstream, share, trace, timeout_s, capture_mib << 20, tls)
     with listen(host, port) as listener:
         address = f"[{host}]" if ":" in host else host
-        where = f"http://{address}:{listener.getsockname()[1]}"
+        scheme = "http" if tls is None else "https"
+        where = f"{scheme}://{address}:{listener.getsockname()[1]}"
         ready = f"inferloop: proxying {upstream} on {where}"
         run_proxy(options, settings, listener, lambda: typer.echo(ready))

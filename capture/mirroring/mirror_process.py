@@ -260,11 +260,15 @@ def main(connection: Connection, share: float) -> None:
 
 
 def _written_out(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as the mirror takes it: the proxy hands its chunks over as columns."""
-    chunks = record.get("chunks")
-    if chunks is None or isinstance(chunks, list):
-        return record
-    return record | {"chunks": chunks.written(record["arrival_ns"])}
+    """A record as the mirror takes it: the proxy hands its chunks over as columns, and long lists
+    of token ids as text."""
+    chunks, ids = record.get("chunks"), record.get("prompt_token_ids")
+    written: dict[str, Any] = {}
+    if chunks is not None and not isinstance(chunks, list):
+        written["chunks"] = chunks.written(record["arrival_ns"])
+    if ids is not None and not isinstance(ids, list):
+        written["prompt_token_ids"] = ids.written()
+    return record | written
 
 
 if __name__ == "__main__":

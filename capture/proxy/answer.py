@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic_core
 
 from capture.proxy.body import Budget
+from capture.proxy.token_list import PLACEHOLDER, TokenText, spared
 
 Counted = Literal["usage", "token_ids", "chunks"]
 
@@ -56,7 +57,7 @@ class Answer:
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.prompt_token_ids: list[int] | None = None
+        self.prompt_token_ids: list[int] | TokenText | None = None
         self.usage: dict[str, int] | None = None
         self.model = ""
         self.fingerprint: str | None = None
@@ -68,6 +69,7 @@ class Answer:
         self._budget, self._held_bytes = budget, 0
         self._every_token_has_id = True
         self._usage_runs: bool | None = None
+        self._spared: TokenText | None = None
 
     @property
     def counted_by(self) -> Counted:
@@ -98,6 +100,7 @@ class Answer:
         self._held_bytes = 0
 
     def _read(self, data: bytes, inner: str, *, cut: bool) -> list[Piece]:
+        data, self._spared = spared(data, b"prompt_token_ids")
         try:
             event = pydantic_core.from_json(
                 data, allow_partial="trailing-strings" if cut else False
@@ -125,7 +128,9 @@ class Answer:
 
     def _read_prompt(self, place: dict[str, Any]) -> None:
         ids = place.get("prompt_token_ids")
-        if ids:
+        if self._spared is not None and ids == [PLACEHOLDER]:
+            self.prompt_token_ids = self._spared
+        elif ids:
             self.prompt_token_ids = _integers(ids) or self.prompt_token_ids
 
     def _read_choice(self, choice: dict[str, Any], inner: str) -> Piece | None:

@@ -42,6 +42,10 @@ LINGER_S = 2.0
 client gets to read the answer instead of a reset."""
 
 
+RESET_S = 0.05
+"""What was written before goes out in this time, if it can, before TLS is cut off."""
+
+
 class ClientConnection(asyncio.Protocol):
     """One connection: its requests one after the other. `address` is the client's; `full`:
     its socket takes no more for now."""
@@ -86,6 +90,10 @@ class ClientConnection(asyncio.Protocol):
 
         `reset`: an answer that ends by the connection's close must end by a reset instead."""
         self.flush()
+        if reset and self._is_tls:  # TLS would say in its own words that the end is in order
+            self._lingering = True
+            asyncio.get_running_loop().call_later(RESET_S, self._transport.abort)
+            return
         endpoint = self._transport.get_extra_info("socket")
         if reset and endpoint is not None:
             endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -97,7 +105,7 @@ class ClientConnection(asyncio.Protocol):
         self._since_s = time.monotonic()
         self.pause("upload", False)
         self.pause("connecting", False)
-        if self._transport.is_closing():
+        if self._transport.is_closing() or self._lingering:
             return
         if close:
             self._end(linger=exchange is not None and not exchange.request_ended)
@@ -113,7 +121,7 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.check_silence(now_s, silence_s)
         elif self._lingering:
             if waited_s > LINGER_S:
-                self._transport.abort()
+                (self._transport.close if self._is_tls else self._transport.abort)()
         elif self._unread and waited_s > HEAD_S:
             self._refuse(408, f"no complete request head within {HEAD_S:g} s")
         elif waited_s > IDLE_S:
@@ -130,11 +138,16 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.stop()
         self._transport.abort()
 
+    @property
+    def _is_tls(self) -> bool:
+        return self._transport.get_extra_info("ssl_object") is not None
+
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)  # with uvloop: write at once, too
+        if not self._is_tls:  # whose transport would be full without a byte then
+            self._transport.set_write_buffer_limits(high=0)  # with uvloop: write at once, too
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else None
         self._proxy.clients.add(self)
@@ -259,7 +272,8 @@ class ClientConnection(asyncio.Protocol):
             return
         self._pauses.clear()
         self._transport.resume_reading()
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # TLS has no half-closed connections
+            self._transport.write_eof()
 
 
 def _parser() -> h11.Connection:

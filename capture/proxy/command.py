@@ -11,9 +11,11 @@ import importlib.metadata
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -35,13 +37,15 @@ DESCRIBE_S = 2.0
 @dataclass(frozen=True)
 class ProxyOptions:
     """`mirror_share` of the conversations are written as traffic; `body_bytes` of a request and of
-    an answer are captured at most; `silence_s` without a byte is a timeout."""
+    an answer are captured at most; `silence_s` without a byte is a timeout; `tls` as for
+    `Proxy`."""
 
     upstream: str
     mirror_share: float
     trace: bool
     silence_s: float
     body_bytes: int
+    tls: ssl.SSLContext | None = None
 
 
 def run_proxy(
@@ -72,7 +76,7 @@ async def _serve(
     listener: socket.socket,
     on_ready: Callable[[], None],
 ) -> None:
-    proxy = Proxy(address, recorder.metrics, recorder, silence_s=options.silence_s)
+    proxy = Proxy(address, recorder.metrics, recorder, silence_s=options.silence_s, tls=options.tls)
     describing = asyncio.create_task(_describe(address, recorder))
     await proxy.run(listener, on_ready)
     describing.cancel()
@@ -140,6 +144,30 @@ def _allow_connections() -> None:
     """Raise the soft limit of open files to the hard one: a client and its upstream take two."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """What clients are met with: a PEM file with the certificate and those that vouch for it, and
+    its key where it is another file. Raises ProxyError when they cannot be used."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    files = f"{certificate}" if key is None else f"{certificate} and {key}"
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except ssl.SSLError as error:
+        reason = error.reason or str(error)
+        raise ProxyError(
+            f"{files} hold no certificate with its key that can be used ({reason}): give PEM "
+            "files, the key without a password, to --tls-cert and --tls-key"
+        ) from error
+    except OSError as error:
+        raise ProxyError(f"cannot read {files}: {error.strerror}") from error
+    return context
+
+
+def _no_password() -> str:
+    """Else OpenSSL would ask for one on the terminal."""
+    return ""
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,11 +11,12 @@ import json
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 
 from capture.proxy.address import Address
-from capture.proxy.client import ClientConnection
+from capture.proxy.client import HEAD_S, ClientConnection
 from capture.proxy.messages import RequestHead, error_body
 from capture.proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from capture.proxy.observation import Observation
@@ -37,10 +38,17 @@ ENDPOINTS = {b"/v1/chat/completions": "chat", b"/v1/completions": "completions"}
 
 
 class Proxy:
-    """Forwards what its clients send. `silence_s`: how long the upstream may say nothing."""
+    """Forwards what its clients send. `silence_s`: how long the upstream may say nothing; `tls`:
+    what clients are met with, None: plain HTTP."""
 
     def __init__(
-        self, address: Address, metrics: ProxyMetrics, recorder: Recorder, *, silence_s: float
+        self,
+        address: Address,
+        metrics: ProxyMetrics,
+        recorder: Recorder,
+        *,
+        silence_s: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.pool = UpstreamPool(address)
         self.metrics = metrics
@@ -49,6 +57,7 @@ class Proxy:
         self.last_upstream_error: str | None = None
         self._recorder = recorder
         self._silence_s = silence_s
+        self._tls = tls
         self._all_left = asyncio.Event()
 
     def observe(self, head: RequestHead, client: str | None, arrival_ns: int) -> Observation | None:
@@ -95,7 +104,12 @@ class Proxy:
         second signal ends the wait."""
         loop = asyncio.get_running_loop()
         _bound_waits(listener)
-        server = await loop.create_server(lambda: ClientConnection(self), sock=listener)
+        server = await loop.create_server(
+            lambda: ClientConnection(self),
+            sock=listener,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else HEAD_S,
+        )
         stop, hurry = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())

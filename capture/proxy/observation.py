@@ -50,7 +50,7 @@ class Observation:
     """Made when a request's head is complete; `chat`: of chat completions, else completions.
 
     `question`, `answer` and `time` hold what is known so far; `skipped` says why the rest is not,
-    "" while nothing is in the way.
+    "" while nothing is in the way, `skipped_why` says more.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Observation:
         self.answer = Answer(
             keeps_text=False, limit_bytes=recorder.body_bytes, budget=recorder.budget
         )
-        self.skipped = ""
+        self.skipped = self.skipped_why = ""
         self.request_bytes = 0
         self.is_cut = False
         self._recorder = recorder
@@ -122,18 +122,18 @@ class Observation:
             work(*arguments)
         except UnknownCodingError as error:
             log.info("request %s is not captured: %s", self.caller.request_id, error)
-            self._skip("encoding")
+            self._skip("encoding", str(error))
         except BrokenContentError as error:
             log.info("request %s is not captured: %s", self.caller.request_id, error)
-            self._skip("broken_content")
+            self._skip("broken_content", str(error))
         except Exception:  # noqa: BLE001 - forwarding must not depend on the capture
             self._recorder.failed(self.caller.request_id)
             self._skip("failed")
 
-    def _skip(self, reason: str) -> None:
+    def _skip(self, reason: str, why: str = "") -> None:
         """Read no more of its content; it is still counted, and its end is traced."""
         if not self.skipped:
-            self.skipped = reason
+            self.skipped, self.skipped_why = reason, why
             self._recorder.metrics.skipped(reason)
 
     def _begin(self, head: RequestHead) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pydantic_core
 import xxhash
 
+from capture.proxy.token_list import PLACEHOLDER, TokenText, spared
+
 STOPS_KEPT = 64
 LARGEST_COUNT = 1 << 31
 
@@ -26,7 +28,7 @@ class Question:
     stream: bool = False
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | TokenText | None = None
     system_prompt: str | None = None
     choices: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +46,7 @@ def read_question(body: bytes, *, chat: bool, cut: bool) -> Question:
     """Read a request body; `cut`: its end is missing, and all of it where there was no room."""
     if cut and not body:
         return Question(unsupported="overflow")
+    body, ids = (body, None) if chat else spared(body, b"prompt")
     try:
         fields = pydantic_core.from_json(body, allow_partial="trailing-strings" if cut else False)
     except ValueError:
@@ -57,7 +60,7 @@ def read_question(body: bytes, *, chat: bool, cut: bool) -> Question:
         "choices": count if _is_integer(count, 1) else 1,
         "sampling": _sampling(fields),
     }
-    return Question(**common, **(_messages(fields) if chat else _prompt(fields)))
+    return Question(**common, **(_messages(fields) if chat else _prompt(fields, ids)))
 
 
 def _messages(fields: dict[str, Any]) -> dict[str, Any]:
@@ -68,12 +71,15 @@ def _messages(fields: dict[str, Any]) -> dict[str, Any]:
     return {"messages": messages, "system_prompt": system if isinstance(system, str) else None}
 
 
-def _prompt(fields: dict[str, Any]) -> dict[str, Any]:
+def _prompt(fields: dict[str, Any], ids: TokenText | None) -> dict[str, Any]:
+    """`ids`: what a placeholder stands for."""
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
         return {"prompt": prompt}
+    if ids is not None and prompt == [PLACEHOLDER]:
+        return {"prompt_token_ids": ids}
     if isinstance(prompt, list) and prompt and _are_token_ids(prompt):
         return {"prompt_token_ids": prompt}
     return {"unsupported": "several_prompts" if isinstance(prompt, list) else "no_prompt"}

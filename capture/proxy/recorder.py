@@ -158,6 +158,9 @@ class Recorder:
             self._event("aborted", seen, "by the client")
         elif detail:
             self._event("upstream_error", seen, detail)
+        if seen.skipped:
+            why = f"{seen.skipped}: {seen.skipped_why}" if seen.skipped_why else seen.skipped
+            self._event("not_captured", seen, f"its tokens are not counted: {why}")
         if answer.usage is not None:
             self._event("usage", seen, json.dumps(answer.usage))
         if seen.rows and (answer.counted_by == "chunks" or seen.rows != answer.output_tokens):
