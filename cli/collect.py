@@ -56,7 +56,7 @@ def collect(
     from capture.lake import LakePlace
     from capture.settings import Settings
 
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     _log_to(console, quiet)
     _allow_open_files()
     settings = Settings()
@@ -141,14 +141,14 @@ def _supervision(stop: threading.Event) -> Callable[[Status], None]:
 
 
 class Progress:
-    """A live line on a terminal; a log line every ten seconds elsewhere, and in the background,
-    where a live line would be drawn over the prompt of the shell."""
+    """A live line on a terminal; a line every ten seconds elsewhere, and while the process is in
+    the background, where a live line would be drawn over the prompt of the shell."""
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
-        from rich.status import Status as Spinner
+        from rich.live import Live
 
-        self._spinner = Spinner("waiting for rings", console=console)
-        self._live = console.is_terminal and not quiet and _in_foreground()
+        self._line = Live(console=console, auto_refresh=False, transient=True)
+        self._may_draw = console.is_terminal and not quiet and _stdin_is_terminal()
         self._quiet = quiet
         self._console = console
         self._shown_s = 0.0
@@ -157,34 +157,55 @@ class Progress:
         self._since_s = time.monotonic()
 
     def __enter__(self) -> None:
-        if self._live:
-            self._spinner.start()
+        if self._may_draw:
+            signal.signal(signal.SIGTSTP, self._suspend)
 
     def __exit__(self, *_: object) -> None:
-        self._spinner.stop()
+        if self._may_draw:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        self._line.stop()
 
     def show(self, status: Status) -> None:
+        from rich.text import Text
+
         now = time.monotonic()
         seen = (status.frames, status.waiting_for)
         idle = seen == self._seen or now - self._shown_s < STATUS_S
-        if self._quiet or (not self._live and idle):
+        draws = self._may_draw and _in_foreground()
+        if draws != self._line.is_started:
+            (self._line.start if draws else self._line.stop)()
+        if self._quiet or (not draws and idle):
             return
         self._seen = seen
         rate = (status.tokens - self._tokens) / max(now - self._since_s, 1e-9)
         self._shown_s = self._since_s = now
         self._tokens = status.tokens
         text = f"{described(status)}, {rate:,.0f} tokens/s"
-        if self._live:
-            self._spinner.update(text)
+        if draws:
+            self._line.update(Text(text), refresh=True)
         else:
-            self._console.print(text)
+            self._console.print(text, markup=False)
+
+    def _suspend(self, *_: object) -> None:
+        """Ctrl-Z: the line goes before the shell's prompt comes, for `bg` may follow."""
+        self._line.stop()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stdin_is_terminal() -> bool:
+    """A script's `inferloop collect &` is in the script's own process group; it can be told by its
+    standard input, which a shell without job control takes away."""
+    try:
+        return sys.stdin.isatty()
+    except (AttributeError, ValueError):  # closed
+        return False
 
 
 def _in_foreground() -> bool:
-    """Whether the terminal of standard error is this process's to draw on."""
+    """Whether the terminal of standard error is this process's to draw on now."""
     try:
         return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
-    except OSError:
+    except (OSError, ValueError):
         return True
 
 
