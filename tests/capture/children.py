@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -36,6 +37,22 @@ def started(command: Sequence[object], **options: Any) -> subprocess.Popen[str]:
     process = subprocess.Popen([str(word) for word in command], text=True, **options)
     _started.append(process.pid)
     return process
+
+
+def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, int]:
+    """`inferloop` on a terminal of its own, with the signals of a job in the foreground: those in
+    the background, pytest perhaps, ignore Ctrl-C. Its pid and the terminal."""
+    pid, terminal = pty.fork()
+    if pid:
+        _started.append(pid)
+        return pid, terminal
+    try:
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        command = [sys.executable, "-m", "cli", *arguments]
+        os.execve(sys.executable, command, {**os.environ, **variables})
+    finally:
+        os._exit(127)
 
 
 def until_told(work: Callable[[], None]) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import struct
-import sys
 from pathlib import Path
 from uuid import UUID
 
@@ -28,7 +26,7 @@ from capture.rings.ring_files import find_ring, opened_ring
 from capture.rings.ring_label import unpack_label
 from capture.rings.ring_report import inspect, summaries
 from cli.main import app, load_commands
-from tests.capture.children import forked, kill
+from tests.capture.children import forked, kill, on_a_terminal
 from tests.capture.rings import engine, new_ring, write_request, write_step
 
 load_commands()
@@ -278,11 +276,9 @@ def test_on_a_terminal_long_texts_are_folded(tmp_path: Path) -> None:
     ring = new_ring(tmp_path / "r")
     TraceWriter(ring).mark("word " * 100 + "\x1b[5m")
     ring.close()
-    pid, terminal = pty.fork()
-    if not pid:
-        os.environ |= {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(tmp_path / "r")}
-        os.environ |= {"COLUMNS": "70", "TERM": "xterm", "NO_COLOR": "1"}
-        os.execv(sys.executable, [sys.executable, "-m", "cli", "ring", "inspect"])
+    places = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(tmp_path / "r")}
+    looks = {"COLUMNS": "70", "TERM": "xterm", "NO_COLOR": "1"}
+    pid, terminal = on_a_terminal("ring", "inspect", **places, **looks)
     shown = b""
     try:
         while data := os.read(terminal, 65536):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import select
 import signal
-import sys
 import threading
 import time
 from functools import partial
@@ -30,7 +28,7 @@ from capture.rings.ring_report import summaries
 from capture.watch import Watch
 from cli.main import app, load_commands
 from cli.top_view import watch_view
-from tests.capture.children import forked, kill
+from tests.capture.children import forked, kill, on_a_terminal
 from tests.capture.rings import MIB, engine, new_ring, write_request, write_step
 from tests.waiting import PATIENCE_S
 
@@ -278,12 +276,9 @@ def test_an_engine_that_stands_still_is_shown_as_such(
 
 def test_ctrl_c_ends_the_live_view_and_gives_the_screen_back(tmp_path: Path, rings: Path) -> None:
     ring = engine(rings, requests=4, steps=20)
-    pid, terminal = pty.fork()
-    if not pid:
-        os.environ |= {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
-        os.environ |= {"COLUMNS": "90", "LINES": "40", "TERM": "xterm"}
-        arguments = ["-m", "cli", "top", "--interval", "0.2"]
-        os.execv(sys.executable, [sys.executable, *arguments])
+    places = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
+    looks = {"COLUMNS": "90", "LINES": "40", "TERM": "xterm"}
+    pid, terminal = on_a_terminal("top", "--interval", "0.2", **places, **looks)
     shown = b""
     try:
         deadline = time.monotonic() + PATIENCE_S
@@ -343,11 +338,8 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(
     tmp_path: Path, rings: Path
 ) -> None:
     engine(rings, requests=1, steps=3)
-    pid, terminal = pty.fork()
-    if not pid:
-        os.environ |= {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
-        os.environ |= {"TERM": "dumb"}
-        os.execv(sys.executable, [sys.executable, "-m", "cli", "top"])
+    places = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
+    pid, terminal = on_a_terminal("top", TERM="dumb", **places)
     shown = b""
     try:
         while data := os.read(terminal, 65536):
