@@ -437,10 +437,10 @@ def test_readers_query_during_ingest_without_a_lock_error(
     commits = "SELECT count(*) FROM ingest_cursor"
 
     def query(cursor: duckdb.DuckDBPyConnection) -> None:
-        """While the collector commits 50 times, and merges what it has committed."""
+        """While the collector commits 25 times, and merges what it has committed."""
         last, deadline = 0, time.monotonic() + PATIENCE_S
         try:
-            while cursor.execute(commits).fetchall()[0][0] < 50:
+            while cursor.execute(commits).fetchall()[0][0] < 25:
                 row = cursor.execute("SELECT count(*) FROM token_gaps").fetchone()
                 assert row is not None
                 assert row[0] >= last, "nothing that was visible vanishes, not even while merging"
