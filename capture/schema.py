@@ -201,7 +201,7 @@ KERNELS = Table(
 EVENTS = Table(
     "events",
     "What happened to requests and engines: queued (found no seat at once), aged (admitted before "
-    "more important ones), preempted, resumed, aborted, sent_late (a chunk's way to the socket), "
+    "others for its age), preempted, resumed, aborted, sent_late (a chunk's way to the socket), "
     "cache_evicted, degraded, policy_reloaded, rejected, gc_pause, gpu_attached, gpu_throttled, "
     "gpu_throttle_ended, gpu_unavailable, gpu_available; from a proxy: upstream_error, usage, "
     "tokens_per_chunk, not_captured; "

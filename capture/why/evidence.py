@@ -50,7 +50,8 @@ def _either(condition: str, text: str, *figures: str) -> str:
 _PROMPTED = named("o", "format('prompt of {}', o.prompt_tokens)")
 _ANSWERED = named(
     "o",
-    "format('{} + {} tokens', o.prompt_tokens, o.output_tokens)",
+    "if(o.has_ended, format('{} + {} tokens', o.prompt_tokens, o.output_tokens), "
+    "format('prompt of {}, has not ended', o.prompt_tokens))",
     "if(o.by_age, ', went first for its age', '')",
 )
 

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 def request_key(text: str) -> str:
     """SQL: the hex digits of a request id in any form that clients get to see: X-Request-Id, the
     answer's id (chatcmpl-..., cmpl-...), a UUID, a traceparent; or their beginning."""
-    given = f"lower(trim({text}))"
+    given = f"lower(trim({text}, E' \\t\\r\\n'))"
     return (
         f"coalesce(nullif(regexp_extract({given}, "
         "'^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$', 1), ''), "

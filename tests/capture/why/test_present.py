@@ -167,3 +167,10 @@ def test_a_chunk_that_was_sent_late_has_a_row_and_is_no_gap_of_the_engine(
     assert "was handed to the socket 350.0 ms after it was drawn" in text
     assert "4 of the answer's were over 50 ms late" in text
     assert "went to: sending slow" in text
+
+
+def test_an_id_may_be_pasted_with_white_space_around_it(
+    here: duckdb.DuckDBPyConnection, waiting: dict[int, UUID]
+) -> None:
+    for text in (f" {waiting[FIRST].hex}\r\n", f"\t{waiting[NEXT]}\n"):
+        assert len(find(here, text)) == 1
