@@ -17,29 +17,27 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from replay import launcher
 from replay.errors import BuildError
+from replay.health import Health, until_healthy
 from replay.stream import UNREADABLE, one_line
 
 LOG_LINES = 20
-POLL_S = 0.1
 UNREACHABLE_S = 5.0
 """An endpoint is a server that runs already: when it takes no connection for so long, it is not
 there. A command, and an endpoint whose file gives `health_timeout_s`, may take all that time."""
 REUSE_S = 2.0
 """An idle connection is used again for so long: servers close theirs after 5 s (uvicorn) or more,
 and a request that meets its end fails."""
-KEY_REFUSED = (401, 403)
 STOP_TIMEOUT_S = launcher.GRACE_S + 5.0
 NEUTRAL_ENVIRONMENT = {"INFERLOOP_MIRROR_SHARE": "0"}
 """Replayed requests must not be mirrored into the traffic they came from."""
@@ -256,26 +254,18 @@ class RunningBuild:
             ) from error
 
     async def _wait_until_healthy(self, client: httpx.AsyncClient) -> None:
-        now = time.monotonic()
-        deadline, reachable_by = now + self.spec.health_timeout_s, now + self.spec.unreachable_s
-        found = _Health(0, "no answer")
-        while (now := time.monotonic()) < min(deadline, reachable_by):
-            self.check_alive()
-            # The last look is cut off: what was seen before it says more.
-            found = await _health(client, deadline - now) or found._replace(connected=True)
-            if found.status in KEY_REFUSED:
-                break
-            if 200 <= found.status < 300:
-                self.check_alive()
-                return
-            if found.connected:
-                reachable_by = time.monotonic() + self.spec.unreachable_s
-            await asyncio.sleep(POLL_S)
-        raise BuildError(self._not_healthy(found))
+        found = await until_healthy(
+            client,
+            self.check_alive,
+            timeout_s=self.spec.health_timeout_s,
+            unreachable_s=self.spec.unreachable_s,
+        )
+        if not found.is_healthy:
+            raise BuildError(self._not_healthy(found))
 
-    def _not_healthy(self, found: _Health) -> str:
+    def _not_healthy(self, found: Health) -> str:
         build = f"build {self.spec.name} at {self.base_url}"
-        if found.status in KEY_REFUSED:
+        if found.is_key_refused:
             key = self.spec.api_key_env
             asked = "set api_key_env" if key is None else f"check the API key in {key}"
             return f"{build} refuses its caller ({found.state}): {asked}"
@@ -370,29 +360,6 @@ def _find_program(
         where = "" if "/" in program else " on the PATH"
         raise BuildError(f"build {build}: there is no program {program!r} to execute{where}")
     return found
-
-
-class _Health(NamedTuple):
-    """One look at a build: the HTTP status (0: no answer), in words, and whether it connected."""
-
-    status: int
-    state: str
-    connected: bool = False
-
-
-async def _health(client: httpx.AsyncClient, limit_s: float) -> _Health | None:
-    """None: the connection, if any, has brought no answer within `limit_s`."""
-    try:
-        async with asyncio.timeout(limit_s):
-            response = await client.get("/health")
-            if response.status_code == 404:
-                response = await client.get("/v1/models")
-    except httpx.HTTPError as error:
-        connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-        return _Health(0, f"{type(error).__name__}: {error}".rstrip(": "), connected)
-    except TimeoutError:
-        return None
-    return _Health(response.status_code, f"status {response.status_code}", connected=True)
 
 
 async def _models(client: httpx.AsyncClient) -> list[dict[str, Any]]:

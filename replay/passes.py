@@ -18,9 +18,10 @@ from sqlalchemy import insert
 from sqlalchemy.orm import Session, sessionmaker
 
 from capture.traffic import TrafficRecord
-from replay.builds import POLL_S, RunningBuild
+from replay.builds import RunningBuild
 from replay.client import TIMEOUT, Client, uses_vendor_parameters
 from replay.errors import BuildError
+from replay.health import POLL_S
 from replay.models import ReplayedRequest
 from replay.pacing import Fidelity, Slot, fidelity, run_schedule
 from replay.source import ScheduledRecord
@@ -36,8 +37,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Pass:
-    """What an arm did. `died` says how the build ended when it did so by itself, `abilities` what
-    could be asked of it at each endpoint (parameters that it does not know were left out)."""
+    """What an arm did. `died` says in one line how the build ended when it did so by itself,
+    `abilities` what could be asked of it at each endpoint (parameters that it does not know were
+    left out)."""
 
     arm: str
     fingerprint: str

@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from replay.builds import BuildSpec, RunningBuild
 from replay.database import now
 from replay.diff import Comparison, compare
-from replay.errors import BuildError, ReplayError, RunError
+from replay.errors import ReplayError, RunError
 from replay.models import Build, Diff, ReplayedRequest, Run
 from replay.passes import Pass, Progress, run_pass, storable
 from replay.source import Traffic, read_traffic
@@ -262,7 +262,7 @@ def _problems(done: Pass, bounds: Bounds) -> list[str]:
             f"({share:.0%}, the limit is {bounds.failure_share:.0%})"
         )
     if done.died is not None:
-        problems.append(f"{done.arm}: {BuildError(done.died).one_line}")
+        problems.append(f"{done.arm}: {done.died}")
     late = done.fidelity.p99_ms
     if late > bounds.lateness_p99_ms:
         problems.append(

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from replay import builds
+from replay import builds, health
 from replay.builds import BuildSpec, RunningBuild
 from replay.errors import BuildError
 from tests.replay.conftest import toy
@@ -92,17 +92,17 @@ def test_an_endpoint_that_refuses_connections_is_given_up_soon(
 def test_an_endpoint_whose_file_says_how_long_may_start_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: socket.socket
 ) -> None:
-    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * builds.POLL_S)
+    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * health.POLL_S)
     refused = threading.Semaphore(0)
-    look = builds._health
+    look = health.look
 
-    async def counted(client: httpx.AsyncClient, limit_s: float) -> builds._Health | None:
+    async def counted(client: httpx.AsyncClient, limit_s: float) -> health.Health | None:
         found = await look(client, limit_s)
         if found is not None and not found.connected:
             refused.release()
         return found
 
-    monkeypatch.setattr(builds, "_health", counted)
+    monkeypatch.setattr(health, "look", counted)
     spec = BuildSpec(name="b", endpoint=url_of(silent), health_timeout_s=PATIENCE_S)
     found: list[RunningBuild] = []
     waiting = threading.Thread(target=lambda: found.append(start(spec, tmp_path)))
@@ -117,14 +117,14 @@ def test_an_endpoint_whose_file_says_how_long_may_start_late(
 def test_a_command_that_takes_no_connection_yet_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * builds.POLL_S)
+    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * health.POLL_S)
     assert start(toy(), tmp_path).fingerprint == "toy-plain"
 
 
 def test_an_endpoint_that_answers_but_is_not_healthy_keeps_the_whole_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: socket.socket
 ) -> None:
-    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * builds.POLL_S)
+    monkeypatch.setattr(builds, "UNREACHABLE_S", 2 * health.POLL_S)
     spec = BuildSpec.model_construct(
         _fields_set={"name", "endpoint"},
         name="b",
@@ -141,14 +141,14 @@ def test_an_endpoint_that_answers_but_is_not_healthy_keeps_the_whole_time(
 def test_the_last_look_which_the_end_of_the_time_cuts_off_hides_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter([builds._Health(503, "status 503", connected=True)])
+    looks = iter([health.Health(503, "status 503", connected=True)])
 
-    async def look(client: httpx.AsyncClient, limit_s: float) -> builds._Health | None:
+    async def look(client: httpx.AsyncClient, limit_s: float) -> health.Health | None:
         if (found := next(looks, None)) is None:
             await asyncio.sleep(limit_s)
         return found
 
-    monkeypatch.setattr(builds, "_health", look)
+    monkeypatch.setattr(health, "look", look)
     spec = BuildSpec(name="b", endpoint="http://127.0.0.1:1", health_timeout_s=0.6)
     with pytest.raises(BuildError, match=r"after 0\.6 s \(status 503\)"):
         start(spec, tmp_path)
