@@ -50,7 +50,10 @@ KEPT = ("engines", "losses", "ingest_cursor", "rollup_marks", "schema_versions")
 
 _FILES = f"""
 SELECT t.table_name, (f.file_size_bytes + 4095) // 4096 * 4096, f.record_count,
-    try_cast(s.max_value AS TIMESTAMP)
+    try_cast(s.max_value AS TIMESTAMP),
+    f.data_file_id IN (
+        SELECT data_file_id FROM {METADATA}.ducklake_delete_file WHERE end_snapshot IS NULL
+    )
 FROM {METADATA}.ducklake_data_file AS f
 JOIN {METADATA}.ducklake_table AS t ON t.table_id = f.table_id AND t.end_snapshot IS NULL
 LEFT JOIN {METADATA}.ducklake_column AS c ON c.table_id = f.table_id AND c.end_snapshot IS NULL
@@ -79,12 +82,13 @@ _OF_THE_DAYS = (
 
 class LakeFile(NamedTuple):
     """A Parquet file that today's snapshot needs; `size_bytes`: in whole disk blocks; `newest`:
-    time of its last row, if it has any."""
+    time of its last row, if it has any; `has_deletes`: some of its rows were deleted."""
 
     table: str
     size_bytes: int
     rows: int
     newest: datetime | None
+    has_deletes: bool = False
 
 
 @dataclass(frozen=True)

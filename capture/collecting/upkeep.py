@@ -107,7 +107,7 @@ class Upkeep:
         self.runs += 1
         try:
             work(connection)
-        except duckdb.Error as error:
+        except (duckdb.Error, OSError) as error:  # the second: of files that it deletes or sizes
             self.failures += 1
             log.warning("upkeep of the lake put off: %s", first_line(error))
         return True
@@ -124,8 +124,10 @@ class Upkeep:
     def _merge(self, connection: duckdb.DuckDBPyConnection) -> None:
         self.commits = 0
         found = worth_merging(lake_files(connection))
-        if found and self.retention.has_room(self.lake_bytes, min(found.size_bytes, MERGE_BYTES)):
-            merge(connection, found)
+        if found is None:
+            return
+        room = self.retention.has_room(self.lake_bytes, min(found.size_bytes, MERGE_BYTES))
+        if room and merge(connection, found):
             self.commits = MERGE_COMMITS  # there may be more
 
     def _retain(self, connection: duckdb.DuckDBPyConnection) -> None:
@@ -169,11 +171,12 @@ def worth_merging(files: list[LakeFile]) -> SmallFiles | None:
     """The files that should be merged next, of the table that has most of them.
 
     The smallest, and larger ones while they are no larger than all smaller ones together: a row is
-    rewritten each time its file doubles, not at each merge.
+    rewritten each time its file doubles, not at each merge. DuckLake merges no file of which rows
+    were deleted: enough of those would be in the way of all others.
     """
     of_tables: dict[str, list[int]] = {}
     for file in files:
-        if file.size_bytes < SMALL_FILE_BYTES:
+        if file.size_bytes < SMALL_FILE_BYTES and not file.has_deletes:
             of_tables.setdefault(file.table, []).append(file.size_bytes)
     if not of_tables:
         return None
@@ -189,13 +192,14 @@ def worth_merging(files: list[LakeFile]) -> SmallFiles | None:
     return SmallFiles(table, largest + 1, taken)
 
 
-def merge(connection: duckdb.DuckDBPyConnection, small: SmallFiles) -> None:
-    """Make one larger file of as many of the small ones as fit in. Readers see the same rows
-    before, during and after."""
-    connection.execute(
+def merge(connection: duckdb.DuckDBPyConnection, small: SmallFiles) -> bool:
+    """Make one larger file of as many of the small ones as fit in; whether there were any. Readers
+    see the same rows before, during and after."""
+    merged = connection.execute(
         f"CALL ducklake_merge_adjacent_files('{NAME}', '{small.table}', max_compacted_files => 1, "
         f"max_file_size => {small.below_bytes})"
     ).fetchall()
+    return bool(merged)
 
 
 def expire(connection: duckdb.DuckDBPyConnection, snapshots_s: float, files_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from capture.collecting.retention import METADATA, LakeFile, Limits, lake_files
 from capture.collecting.upkeep import (
     FEW_FILES,
     SMALL_FILE_BYTES,
+    SmallFiles,
     Upkeep,
     delete_orphans,
     expire,
@@ -138,6 +140,56 @@ def test_one_merge_is_of_a_bounded_size_and_of_the_table_that_needs_it_most(
     assert max(merged[-1]) <= upkeep.MERGE_BYTES
     assert len(sizes) - 2 <= FEW_FILES + 2, "of marks; one of losses, one of the lake's versions"
     assert lake.execute("SELECT count(*) FROM marks").fetchall() == [(25_000 * (FEW_FILES + 20),)]
+
+
+def test_files_with_deleted_rows_are_in_the_way_of_no_other_work(
+    lake: duckdb.DuckDBPyConnection,
+) -> None:
+    """DuckLake merges none of them: the most numerous, they were tried for ever instead of others,
+    and the rollup waited for that."""
+    for _ in range(FEW_FILES + 5):
+        lake.execute("INSERT INTO marks SELECT uuid(), $1, i::VARCHAR FROM range(3) r(i)", [NOON])
+    lake.execute("DELETE FROM marks WHERE text = '1'")
+    lost = "INSERT INTO losses VALUES ($1, 7, $2, 'torn', 0, 1, 1, NULL)"
+    for _ in range(FEW_FILES + 1):
+        lake.execute(lost, [ENGINE, NOON])
+    subject = Upkeep(LakePlace("", ""), Limits())
+    subject.commits = upkeep.MERGE_COMMITS
+    assert subject.run_if_due(lake, calm=True)
+    assert sum(file.table == "losses" for file in lake_files(lake)) == 1
+    assert subject.run_if_due(lake, calm=True)
+    assert not subject.run_if_due(lake, calm=True), "there is nothing left that a merge can do"
+
+
+def test_a_merge_that_finds_nothing_is_not_tried_again_at_once(
+    lake: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "worth_merging", lambda _: SmallFiles("marks", 1, 1))
+    subject = Upkeep(LakePlace("", ""), Limits())
+    subject.commits = upkeep.MERGE_COMMITS
+    assert subject.run_if_due(lake, calm=True)
+    assert not subject.run_if_due(lake, calm=True)
+
+
+def test_a_file_that_cannot_be_deleted_does_not_end_the_collector(
+    lake: duckdb.DuckDBPyConnection, place: LakePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(upkeep, "GRACE_S", 0.0)
+    mark(lake, "a")
+    lake.execute("DELETE FROM marks")
+    subject = Upkeep(place, Limits())
+    subject._due_s = {subject._expire: 0.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        assert subject.run_if_due(lake, calm=True)
+    assert subject.failures == 1
+    assert len(files(place, "marks")) == 1
+    subject._due_s = {subject._expire: 0.0}
+    assert subject.run_if_due(lake, calm=True)
+    assert files(place, "marks") == []
 
 
 def test_leftovers_of_a_killed_commit_are_deleted_and_nothing_else(
