@@ -53,7 +53,7 @@ def check_files(connection: duckdb.DuckDBPyConnection, place: LakePlace) -> None
         return
     for parts in connection.execute(_OLDEST).fetchall():
         path = Path(place.data).joinpath(*parts)
-        if not path.exists():
+        if not os.path.exists(path):  # Path.exists raises on a disk that is failing
             raise LakeError(
                 f"the lake's files are gone: {path} is missing, though the catalog "
                 f"{place.described} lists it. Bring {place.data} back (is its disk mounted?), or "
@@ -95,7 +95,13 @@ class Belongings:
         if "://" not in self._place.data:
             directories.append(Path(self._place.data))
         for directory in directories:
-            if directory.exists() and os.statvfs(directory).f_flag & os.ST_RDONLY:
+            try:
+                read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+            except FileNotFoundError:
+                continue  # DuckDB makes it, or says so
+            except OSError as error:  # of a disk or a server that went away
+                raise LakeError(f"cannot look at {directory}: {error.strerror}") from error
+            if read_only:
                 raise LakeError(f"the file system of {directory} has turned read-only")
 
     def renew(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ import duckdb
 import pytest
 
 from capture import ring
-from capture.collecting import lake_writer, roster
+from capture.collecting import lake_check, lake_writer, roster
 from capture.collecting.follower import Follower, Status
 from capture.collecting.insert import insert_rows
 from capture.collecting.retention import Limits
@@ -467,3 +468,25 @@ def test_a_clock_set_back_four_minutes_makes_no_negative_latency(
     ((noticed_after, ended_after, early),) = rows(place, after)
     assert (noticed_after, ended_after) == (True, True)
     assert int(str(early)) <= 1
+
+
+def test_a_disk_that_went_away_is_waited_for(
+    place: LakePlace, rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a failing disk and a server's share the system says more than that a file is missing."""
+    trace_ring = engine(rings, requests=2, steps=5)
+    running = Running(place, rings)
+    running.committed(10)
+
+    def failing(path: object) -> os.statvfs_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lake_check.os, "statvfs", failing)
+        write_step(TraceWriter(trace_ring), 5, 2)
+        assert running.waiting.wait(PATIENCE_S)
+    assert os.strerror(errno.EIO) in running.reasons[0]
+    running.committed(12)
+    assert running.end() is None
+    assert_exact(place, 12)
+    trace_ring.close()
