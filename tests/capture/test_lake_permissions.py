@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from capture import open_lake
-from capture.errors import CaptureError
 from capture.lake import open_connection
 from capture.settings import Settings
 from tests.capture.children import started
@@ -24,17 +22,24 @@ from tests.waiting import PATIENCE_S
 NOBODY = 65534
 READ = """
 import os, sys
-from pathlib import Path
-from tests.capture.test_lake_permissions import NOBODY, said_by_reader
-for path, start in ((sys.argv[1], "1000"), ("/nowhere", "LakeMissingError")):
-    assert said_by_reader(Path(path)).startswith(start)  # loads what nobody might not be able to
+from capture import open_lake
+from capture.errors import CaptureError
+home, nobody = sys.argv[1], int(sys.argv[2])
+def said(home):
+    try:
+        with open_lake(home) as lake:
+            return str(len(lake.sql("FROM marks")))
+    except CaptureError as error:
+        return f"{type(error).__name__} {error}"
+for known, start in ((home, "1000"), ("/nowhere", "LakeMissingError")):
+    assert said(known).startswith(start)  # loads what nobody might not be able to
 print("ready", flush=True)
 sys.stdin.readline()
 if os.geteuid() == 0:
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-print(said_by_reader(Path(sys.argv[1])))
+    os.setgid(nobody)
+    os.setuid(nobody)
+print(said(home))
 """
 
 
@@ -63,7 +68,7 @@ class Other:
     """A reader who is not the lake's owner: nobody, when the tests run as root."""
 
     def __init__(self, home: Path) -> None:
-        command = [sys.executable, "-c", READ, home]
+        command = [sys.executable, "-c", READ, home, NOBODY]
         self._process = started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert said(self._process) == "ready"
 
@@ -76,14 +81,6 @@ class Other:
 @pytest.fixture
 def other(home: Path) -> Other:
     return Other(home)
-
-
-def said_by_reader(home: Path) -> str:
-    try:
-        with open_lake(home) as lake:
-            return str(len(lake.sql("FROM marks")))
-    except CaptureError as error:
-        return f"{type(error).__name__} {error}"
 
 
 def test_a_read_only_directory_can_be_read_while_a_collector_has_it_open(

@@ -170,10 +170,9 @@ ROLL_UP = """
 import sys
 from capture.lake import LakePlace, open_connection
 from capture.rollup import roll_up
-from tests.capture.test_rollup import ENGINE
 with open_connection(LakePlace(*sys.argv[1:3]), read_only=False) as connection:
-    for before in range(1, int(sys.argv[3])):
-        if roll_up(connection, ENGINE, before):
+    for before in range(1, int(sys.argv[4])):
+        if roll_up(connection, sys.argv[3], before):
             print(before, flush=True)
 """
 
@@ -186,7 +185,7 @@ def test_killed_at_any_moment_it_counts_each_token_once(
     add_requests(lake, ENGINE, 20)
     add_steps(lake, ENGINE, range(steps))
     lake.close()
-    command = [sys.executable, "-c", ROLL_UP, place.catalog, place.data, steps]
+    command = [sys.executable, "-c", ROLL_UP, place.catalog, place.data, ENGINE, steps]
     chance = random.Random(3)
     counted = []
     for _ in range(3):
