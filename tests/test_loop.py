@@ -19,7 +19,7 @@ from capture.errors import LakeError
 from capture.lake import open_connection
 from capture.settings import Settings
 from tests.engine.tiny_model import write_tiny_model
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import COMPILING_S, PATIENCE_S, until
 
 READY = re.compile(r"serving tiny .* on (http://\S+)")
 ENDLESS = 30_000
@@ -65,7 +65,9 @@ def serving(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     options = ["--model", str(home / "tiny.gguf"), "--port", "0", "--threads", "1"]
     with running(home, "serve", *options, "--kv-tokens", str(2 * ENDLESS)) as process:
         ready = until(
-            lambda: process.poll() is not None or READY.search(log.read_text()), "the engine serves"
+            lambda: process.poll() is not None or READY.search(log.read_text()),
+            "the engine serves",
+            limit_s=COMPILING_S,
         )
         assert isinstance(ready, re.Match), log.read_text()
         yield process, ready[1]
