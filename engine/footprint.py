@@ -42,29 +42,29 @@ class Available(NamedTuple):
     where: str
 
 
-def check_memory(found: Footprint, kv_tokens: int, block_size: int, available: Available) -> None:
+def check_memory(needed: Footprint, kv_tokens: int, block_size: int, available: Available) -> None:
     """Raise EngineError, with the way out, when model and cache do not fit into `available`.
 
     kv_tokens: those of the cache, whole blocks of block_size.
     """
     free = available.bytes - RESERVE_BYTES
-    if found.total(kv_tokens) <= free:
+    if needed.total(kv_tokens) <= free:
         return
     there = (
         f"{available.where} has {shown(available.bytes)} available, "
         f"of which {shown(RESERVE_BYTES)} stay free"
     )
-    fitting = int(free - found.weights - found.working) // found.kv_token
+    fitting = int(free - needed.weights - needed.working) // needed.kv_token
     fitting -= fitting % block_size
-    if fitting < block_size or found.weights + found.packing > free:
+    if fitting < block_size or needed.weights + needed.packing > free:
         raise EngineError(
-            f"the model does not fit: its weights take {shown(found.weights)} "
-            f"({shown(found.weights + found.packing)} while they are packed), {there}; "
+            f"the model does not fit: its weights take {shown(needed.weights)} "
+            f"({shown(needed.weights + needed.packing)} while they are packed), {there}; "
             "choose --weights int4 or a smaller model"
         )
     raise EngineError(
         f"--kv-tokens {kv_tokens} does not fit: such a KV cache takes "
-        f"{shown(kv_tokens * found.kv_token)} and the weights {shown(found.weights)}, {there}; "
+        f"{shown(kv_tokens * needed.kv_token)} and the weights {shown(needed.weights)}, {there}; "
         f"give at most --kv-tokens {fitting}"
     )
 

@@ -40,8 +40,8 @@ class RequestHandle:
         self.serialized_ns = 0
         self.flushed_ns = 0
         self.late_chunks = 0
-        self.latest_ns = 0
-        self.latest_position = 0
+        self.most_late_ns = 0
+        self.most_late_position = 0
         self._loop = loop
         self._abort = abort
         self._closed: Callable[[RequestHandle], None] | None = closed
@@ -69,12 +69,12 @@ class RequestHandle:
 
     def sent(self, event: TokenEvent, position: int) -> None:
         """A chunk was handed to the socket that ended with `event`, the output's token `position`.
-        Keeps which was the latest of those that were late, and how many were."""
+        Keeps how many were late, and by how much and where the one that was most."""
         late_ns = time.monotonic_ns() - event.at_ns
         if late_ns >= LATE_NS:
             self.late_chunks += 1
-            if late_ns > self.latest_ns:
-                self.latest_ns, self.latest_position = late_ns, position
+            if late_ns > self.most_late_ns:
+                self.most_late_ns, self.most_late_position = late_ns, position
 
     def close(self, *, serialized_ns: int = 0, flushed_ns: int = 0) -> None:
         """Say when the answer was serialized and handed to the socket (monotonic ns; 0: never).

@@ -180,8 +180,8 @@ class StepTracer:
                 kind="sent_late",
                 request_id=request.request_id,
                 slot=request.slot,
-                detail=f"position={handle.latest_position} chunks={handle.late_chunks}",
-                duration_ns=handle.latest_ns,
+                detail=f"position={handle.most_late_position} chunks={handle.late_chunks}",
+                duration_ns=handle.most_late_ns,
             )
         self._writer.finish(
             slot=request.slot,
@@ -197,8 +197,7 @@ class StepTracer:
 
     @_guarded
     def event(self, kind: str, detail: str, request: Request | None = None) -> None:
-        """`kind` as `capture.schema.EVENTS` lists them: aged, preempted, resumed, aborted,
-        cache_evicted, degraded, policy_reloaded, rejected."""
+        """`kind`: one that `capture.schema.EVENTS` lists."""
         self._writer.event(
             kind=kind,
             request_id=None if request is None else request.request_id,
