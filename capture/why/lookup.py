@@ -137,7 +137,9 @@ def find(lake: duckdb.DuckDBPyConnection, text: str) -> list[Subject]:
     return _as_far_as_known(lake, [*found, *_subjects(lake, waiting, key=key)])
 
 
-def present(lake: duckdb.DuckDBPyConnection, engine_id: str) -> tuple[list[Subject], list[Subject]]:
+def running_and_waiting(
+    lake: duckdb.DuckDBPyConnection, engine_id: str
+) -> tuple[list[Subject], list[Subject]]:
     """The requests that an engine runs, and those that wait in its queue; oldest first."""
     running = _subjects(
         lake,
@@ -248,10 +250,10 @@ def _listed(subject: Subject) -> str:
 
 def _as_far_as_known(lake: duckdb.DuckDBPyConnection, subjects: list[Subject]) -> list[Subject]:
     """The subjects, those that have not ended with what is known of their present."""
-    return [_present(lake, one) if one.outcome in OPEN else one for one in subjects]
+    return [_with_present(lake, one) if one.outcome in OPEN else one for one in subjects]
 
 
-def _present(lake: duckdb.DuckDBPyConnection, subject: Subject) -> Subject:
+def _with_present(lake: duckdb.DuckDBPyConnection, subject: Subject) -> Subject:
     (as_of,) = _row(
         lake,
         "SELECT max(committed_at) FROM ingest_cursor WHERE engine_id = $engine::UUID",

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from capture.why.lookup import OPEN, Subject, present
+from capture.why.lookup import OPEN, Subject, running_and_waiting
 from capture.why.macro import why_query
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def explain(lake: duckdb.DuckDBPyConnection, subjects: list[Subject]) -> list[Ex
 
 
 def _ahead(lake: duckdb.DuckDBPyConnection, subject: Subject) -> Ahead:
-    running, waiting = present(lake, subject.engine_id)
+    running, waiting = running_and_waiting(lake, subject.engine_id)
     others = [one for one in waiting if one.slot != subject.slot]
     equal = [one for one in others if one.effective == subject.effective]
     return Ahead(
