@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from capture.errors import LakeError, LakeVersionError, first_line
@@ -115,8 +116,7 @@ def _take_step(
     """One version forward, by this collector or by another that was faster."""
     import duckdb
 
-    wait_s = FIRST_WAIT_S
-    for attempt in range(1, ATTEMPTS + 1):
+    for is_last in _attempts():
         try:
             _run_step(connection, stored)
             return
@@ -125,13 +125,19 @@ def _take_step(
                 connection.execute("ROLLBACK")
             if stored_version(connection) != stored:
                 return
-            if attempt == ATTEMPTS or not _passes(error):
+            if is_last or not _passes(error):
                 raise LakeError(
                     f"cannot bring the lake at {lake} to schema {SCHEMA_VERSION}: "
                     f"{first_line(error)}"
                 ) from error
-        time.sleep(wait_s)
-        wait_s *= 2
+
+
+def _attempts() -> Iterator[bool]:
+    """For as many attempts, with a pause before each but the first; whether it is the last."""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+        yield attempt == ATTEMPTS - 1
 
 
 def _passes(error: Exception) -> bool:
@@ -180,22 +186,21 @@ def _describe(connection: duckdb.DuckDBPyConnection) -> None:
 def _set_options(connection: duckdb.DuckDBPyConnection, lake: str) -> bool:
     import duckdb
 
-    changed, wait_s = False, FIRST_WAIT_S
-    for attempt in range(1, ATTEMPTS + 1):
+    changed = False
+    for is_last in _attempts():
         try:
             for name, value in _options_to_set(connection).items():
                 connection.execute(f"CALL lake.set_option('{name}', '{value}')")
                 changed = True
-            return changed
+            break
         except duckdb.Error as error:
-            if attempt == ATTEMPTS or not _passes(error):
+            if is_last or not _passes(error):
                 raise LakeError(f"cannot set up the lake at {lake}: {first_line(error)}") from error
-        time.sleep(wait_s)
-        wait_s *= 2
     return changed
 
 
 def _options_to_set(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     query = "SELECT option_name, value FROM ducklake_options('lake') WHERE scope = 'GLOBAL'"
     present = dict(connection.execute(query).fetchall())
-    return {n: value for n, value in OPTIONS.items() if present.get(n) != value.removesuffix("B")}
+    wanted = {name: (value, value.removesuffix("B")) for name, value in OPTIONS.items()}
+    return {name: value for name, (value, kept) in wanted.items() if present.get(name) != kept}
