@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import zstandard
 
-from capture.decode import EngineFrame, Frame, StepFrame, decode
+from capture.decode import EngineFrame, FinishFrame, Frame, RequestFrame, StepFrame, decode
 from capture.reader import RingReader
 from tests.waiting import PATIENCE_S
 
@@ -95,24 +96,32 @@ class ProxyProcess:
         return any(isinstance(frame, EngineFrame) for frame in self.frames())
 
     def settle(self) -> None:
-        """Wait until all that was asked before is written down: the capture keeps the order. The
-        upstream must answer."""
-        name = f"settled-{time.monotonic_ns()}"
-        question, headers = {"messages": []}, {"X-Conversation": name}
-        url = f"{self.url}/v1/chat/completions"
+        """Wait until all that was asked before is traced and counted: the capture keeps the order.
+        (Not until it is mirrored: that process lets all others go first.) The upstream must answer
+        a question of the tenant "settle"."""
+        request_id = uuid4().hex
+        url, question = f"{self.url}/v1/chat/completions", {"messages": []}
+        headers = {"X-Tenant": "settle", "traceparent": f"00-{request_id}-b7ad6b7169203331-01"}
         httpx.post(url, json=question, headers=headers, **PATIENT)
-        self.record(name)
+        (path,) = self.rings.glob("*.ring")
+        slots: list[int] = []
+        with contextlib.closing(RingReader(path)) as reader:
+
+            def is_over() -> bool:
+                for frame in frames_of(reader):
+                    if isinstance(frame, RequestFrame) and frame.request_id == request_id:
+                        slots.append(frame.slot)
+                    if isinstance(frame, FinishFrame) and frame.slot in slots:
+                        return True
+                return False
+
+            wait_for(is_over)
 
     def frames(self) -> list[Frame]:
         """All frames in the ring so far."""
         (path,) = self.rings.glob("*.ring")
-        frames: list[Frame] = []
         with contextlib.closing(RingReader(path)) as reader:
-            while True:
-                batch = reader.read(1 << 20)
-                if not len(batch):
-                    return frames
-                frames += [decode(batch, index) for index in range(len(batch))]
+            return list(frames_of(reader))
 
     def of_request(self, request_id: str, kind: type[Any]) -> list[Any]:
         """The frames of one type that are about a request, once its FINISH is there."""
@@ -131,6 +140,13 @@ class ProxyProcess:
                         row = {name: column[index].item() for name, column in frame.rows.items()}
                         found.append(row | {"step_id": frame.step["step_id"]})
         return found
+
+
+def frames_of(reader: RingReader) -> Iterator[Frame]:
+    """What there is to read."""
+    while len(batch := reader.read(1 << 20)):
+        for index in range(len(batch)):
+            yield decode(batch, index)
 
 
 def records_in(home: Path) -> list[dict[str, Any]]:

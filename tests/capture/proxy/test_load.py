@@ -39,6 +39,45 @@ def settled(read: object, for_s: float = 0.4) -> int:
     return value
 
 
+def test_fifty_streams_at_once_stay_apart(proxy: ProxyProcess, upstream: Nasty) -> None:
+    async def script(talk: Conversation) -> None:
+        name = json.loads(await talk.body())["messages"][0]["content"]
+        await talk.start_stream()
+        for index in range(40):
+            await talk.events(chat_event(f"{name}.{index} "), pause_s=0.005)
+        await talk.events(chat_event(finish_reason="stop"), DONE)
+        await talk.end_stream()
+
+    upstream.script = script
+
+    async def ask(http: httpx.AsyncClient, name: str) -> str:
+        body = {"messages": [{"role": "user", "content": name}], "stream": True}
+        text = ""
+        async with http.stream(
+            "POST", "/v1/chat/completions", json=body, headers={"X-Conversation": name}
+        ) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    text += event["choices"][0]["delta"].get("content", "")
+        return text
+
+    async def ask_all(names: list[str]) -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=proxy.url, limits=limits, **PATIENT) as http:
+            return await asyncio.gather(*(ask(http, name) for name in names))
+
+    names = [f"stream{index}" for index in range(50)]
+    texts = asyncio.run(ask_all(names))
+    expected = ["".join(f"{name}.{index} " for index in range(40)) for name in names]
+    assert texts == expected
+    wait_for(lambda: {r["conversation_id"] for r in proxy.records()} >= set(names))
+    records = {record["conversation_id"]: record for record in proxy.records()}
+    assert [records[name]["output_text"] for name in names] == expected
+    positions = [row["position"] for row in proxy.rows_of(records[names[7]]["request_id"])]
+    assert positions == list(range(40))
+
+
 @pytest.mark.parametrize("path", ["/download", "/v1/chat/completions"])
 def test_slow_client_slows_the_upstream(proxy: ProxyProcess, upstream: Nasty, path: str) -> None:
     sent = [0]
@@ -153,42 +192,3 @@ def test_many_long_prompts_at_once_are_all_captured(proxy: ProxyProcess, upstrea
     asyncio.run(ask_all())
     proxy.settle()
     assert skipped() == before
-
-
-def test_fifty_streams_at_once_stay_apart(proxy: ProxyProcess, upstream: Nasty) -> None:
-    async def script(talk: Conversation) -> None:
-        name = json.loads(await talk.body())["messages"][0]["content"]
-        await talk.start_stream()
-        for index in range(40):
-            await talk.events(chat_event(f"{name}.{index} "), pause_s=0.005)
-        await talk.events(chat_event(finish_reason="stop"), DONE)
-        await talk.end_stream()
-
-    upstream.script = script
-
-    async def ask(http: httpx.AsyncClient, name: str) -> str:
-        body = {"messages": [{"role": "user", "content": name}], "stream": True}
-        text = ""
-        async with http.stream(
-            "POST", "/v1/chat/completions", json=body, headers={"X-Conversation": name}
-        ) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    text += event["choices"][0]["delta"].get("content", "")
-        return text
-
-    async def ask_all(names: list[str]) -> list[str]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=proxy.url, limits=limits, **PATIENT) as http:
-            return await asyncio.gather(*(ask(http, name) for name in names))
-
-    names = [f"stream{index}" for index in range(50)]
-    texts = asyncio.run(ask_all(names))
-    expected = ["".join(f"{name}.{index} " for index in range(40)) for name in names]
-    assert texts == expected
-    wait_for(lambda: {r["conversation_id"] for r in proxy.records()} >= set(names))
-    records = {record["conversation_id"]: record for record in proxy.records()}
-    assert [records[name]["output_text"] for name in names] == expected
-    positions = [row["position"] for row in proxy.rows_of(records[names[7]]["request_id"])]
-    assert positions == list(range(40))
