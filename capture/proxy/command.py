@@ -30,8 +30,8 @@ from capture.settings import Settings
 
 log = logging.getLogger("inferloop.proxy")
 
-DESCRIBE_S = 2.0
-"""How long the upstream may take to list its models at the start."""
+DESCRIBE_S = 10.0
+"""How long the upstream may take to list its models at the start; nothing waits for it."""
 
 
 @dataclass(frozen=True)
