@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,14 @@ from tests.capture.rings import engine
 from tests.waiting import PATIENCE_S
 
 LIMITS = QueryLimits(timeout_s=PATIENCE_S, memory_mib=128)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _can_be_interrupted() -> Iterator[None]:
+    """A shell lets jobs in the background ignore Ctrl-C, and what they start inherits that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
