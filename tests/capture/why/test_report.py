@@ -96,16 +96,16 @@ def test_lost_time_is_summed_by_cause_and_never_more_than_was_lost(
 def test_requests_that_did_not_end_well_are_told_apart(
     lake: duckdb.DuckDBPyConnection, stages: dict[str, Stage]
 ) -> None:
-    stage = stages["ends"]
-    assert "failed" in screen(of(lake, stage, FAILED))
-    assert "aborted" in screen(of(lake, stage, ABORTED))
-    one = of(lake, stage, ONE)
+    players = stages["ends"].players
+    slots = (FAILED, ABORTED, ONE, NONE, RUNNING)
+    subjects = [found for slot in slots for found in find(lake, str(players[slot].request_id))]
+    failed, aborted, one, none, running = explain(lake, subjects)
+    assert "failed" in screen(failed)
+    assert "aborted" in screen(aborted)
     assert (one.gaps_ms, [s.position for s in one.slow]) == ([], [0])
     assert "gaps" not in screen(one)
-    none = screen(of(lake, stage, NONE))
-    assert "aborted" in none
-    assert "it got no token" in none
-    running = of(lake, stage, RUNNING)
+    assert "aborted" in screen(none)
+    assert "it got no token" in screen(none)
     assert running.subject.outcome == "engine_gone"
     assert "its engine ended before it did" in screen(running)
     assert [s.cause for s in running.slow] == ["prefill", "device slow"]
@@ -119,10 +119,9 @@ def test_a_request_that_still_runs_is_explained_as_far_as_it_got(tmp_path: Path)
     write_step(trace, 0, 1, phase=1, position=0)
     place = commit_rings(tmp_path)
     with open_connection(place) as lake:
-        (explanation,) = explain(lake, find(lake, identity))
-        assert explanation.subject.outcome == "unfinished"
-        assert "still running" in screen(explanation)
-        (empty,) = explain(lake, find(lake, waiting))
+        running, empty = explain(lake, [*find(lake, identity), *find(lake, waiting)])
+        assert running.subject.outcome == "unfinished"
+        assert "still running" in screen(running)
         assert "no token yet" in screen(empty)
     ring.close()
 
