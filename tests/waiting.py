@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """For whatever must happen, but may take its time."""
 
 COMPILING_S = 600.0
