@@ -36,8 +36,8 @@ T = TypeVar("T")
 log = logging.getLogger("inferloop.collector")
 
 COMMIT_S = 1.0
-COMMIT_TOKENS = 400_000  # a commit costs as much CPU as 50,000 tokens
-COMMIT_OTHERS = 50_000  # rows of other tables than tokens, steps and prefill chunks
+COMMIT_TOKENS = 400_000  # steps and prefill chunks included; it costs as much as 50,000 of them
+COMMIT_OTHERS = 50_000  # rows of other tables
 MOST_COMMITS = 2.5  # so much waits in memory for the lake, what comes then in the rings
 POLL_S = 0.02
 DISCOVER_S = 0.25
@@ -78,6 +78,7 @@ class Collector:
         self._committed_s = time.monotonic()
         self._discovered_s = self._finished_s = self._warned_s = float("-inf")
         self._stale_again_s = 0.0
+        self._ends_s: float | None = None
         self._warned_frames = 0
 
     def run(self, *, once: bool = False) -> Status:
@@ -94,7 +95,7 @@ class Collector:
                 while not once and not self._stop.is_set():
                     if not self._round():
                         self._stop.wait(POLL_S)
-                self._drain(float("inf") if once else BACKLOG_PATIENCE_S)
+                self._drain()
             except BaseException:
                 self._stop.set()  # the lake's thread may be waiting for the lake
                 raise
@@ -107,7 +108,6 @@ class Collector:
 
     def _round(self) -> bool:
         """Read each living engine's ring once and one stale ring; whether there was anything."""
-        self._discover_if_due()
         busy = False
         for follower in self._roster.living:
             busy |= self._serve(follower)
@@ -134,35 +134,32 @@ class Collector:
         return busy
 
     def _serve_stale(self) -> bool:
-        """Read one stale ring once, finish those that are drained; whether there was anything.
-
-        Several are finished together: a commit costs about the same for one and for all. While a
-        living engine's ring fills up, they get their share of the time only.
-        """
-        began_s = time.monotonic()
-        if self._roster.pressed and began_s < self._stale_again_s:
-            return False
+        """Read one stale ring once; whether there was anything."""
         follower = self._roster.next_stale()
-        busy = follower is not None and self._serve(follower)
-        drained = [follower for follower in self._roster.followers if follower.drained]
-        waited_s = time.monotonic() - self._finished_s
-        if drained and (waited_s >= COMMIT_S or self._roster.next_stale() is None):
-            self._finish(drained)
-            self._discover()
+        if follower is None or not self._stale_may():
+            return False
+        began_s = time.monotonic()
+        busy = self._serve(follower)
+        self._stale_took(began_s)
+        return busy
+
+    def _stale_may(self) -> bool:
+        """While a living engine's ring fills up, stale ones get their share of the time only."""
+        return not self._roster.pressed or time.monotonic() >= self._stale_again_s
+
+    def _stale_took(self, began_s: float) -> None:
         ended_s = time.monotonic()
         self._stale_again_s = ended_s + (ended_s - began_s) * (1 / STALE_SHARE - 1)
-        return busy or bool(drained)
 
-    def _drain(self, backlog_s: float) -> None:
+    def _drain(self) -> None:
         """Read what is there at this moment, not what a busy engine goes on writing; of the rings
-        of engines that are gone as much as `backlog_s` seconds allow."""
-        ends_s = time.monotonic() + backlog_s
+        of engines that are gone as much as there is time for."""
         self._discover()
         behind = {}
         for follower in self._roster.living:
             with contextlib.suppress(RingError):  # one that was cut is given up when it is served
                 behind[follower] = follower.frames_now()
-        while behind or (self._roster.stale_left and time.monotonic() < ends_s):
+        while behind or (self._roster.stale_left and self._has_time()):
             for follower in self._roster.living:  # all: a long backlog must not starve them now
                 more = self._serve(follower)
                 if not more or follower.reader.cursor.sequence >= behind.get(follower, 0):
@@ -170,14 +167,22 @@ class Collector:
             behind = {f: target for f, target in behind.items() if not f.abandoned}
             if not self._serve_stale() and not behind:
                 time.sleep(POLL_S)
-            self._discover_if_due()
+            self._commit_if_due()
         self.commit()
         self._settle()
         if self._roster.stale_left:
             log.warning("%d rings are left for the next collector", self._roster.stale_left)
         while self._lake.connected and self._in_lake(self._roll_up, []):
-            if time.monotonic() >= ends_s:
+            if not self._has_time():
                 break  # the next collector goes on with it
+
+    def _has_time(self) -> bool:
+        """Whether to go on with what the next collector can do: not for long once told to stop."""
+        if not self._stop.is_set():
+            return True
+        if self._ends_s is None:
+            self._ends_s = time.monotonic() + BACKLOG_PATIENCE_S
+        return time.monotonic() < self._ends_s
 
     def _discover_if_due(self) -> None:
         if time.monotonic() - self._discovered_s >= DISCOVER_S:
@@ -202,15 +207,24 @@ class Collector:
         return Follower(reader, committed=stored is not None)
 
     def _commit_if_due(self) -> None:
-        """Commit when enough waits; while the lake's thread is at work only when too much does."""
-        if self._lake_thread.done:
+        """Commit when enough waits; while the lake's thread is at work only when too much does.
+
+        New rings and finished ones need the lake's answer, so it is their turn between commits: at
+        any other time all rings would go unread until the lake is there for them.
+        """
+        if self._lake_thread.done or self._full >= MOST_COMMITS:
             self._settle()
+            self._discover_if_due()
+            self._finish_if_due()
+            if self._full >= 1 or time.monotonic() - self._committed_s >= COMMIT_S:
+                self.commit()
+
+    @property
+    def _full(self) -> float:
+        """How many commits' worth of rows waits for the lake's thread."""
         rows = [follower.rows for follower in self._roster.followers]
-        tokens, others = sum(r.tokens for r in rows), sum(r.others for r in rows)
-        full = max(tokens / COMMIT_TOKENS, others / COMMIT_OTHERS)
-        due = full >= 1 or time.monotonic() - self._committed_s >= COMMIT_S
-        if full >= MOST_COMMITS or (due and not self._lake_thread.busy):
-            self.commit()
+        in_columns, others = sum(r.in_columns for r in rows), sum(r.others for r in rows)
+        return max(in_columns / COMMIT_TOKENS, others / COMMIT_OTHERS)
 
     def commit(self) -> None:
         """Have all pending rows and cursors written in one transaction, and the lake kept up."""
@@ -286,6 +300,16 @@ class Collector:
             f"{status.lost_tokens:,}",
             f"{status.lost_frames:,}",
         )
+
+    def _finish_if_due(self) -> None:
+        """Finish drained rings, several together: a commit costs about the same for one and all."""
+        drained = [follower for follower in self._roster.followers if follower.drained]
+        began_s = time.monotonic()
+        due = began_s - self._finished_s >= COMMIT_S or self._roster.next_stale() is None
+        if drained and due and self._stale_may():
+            self._finish(drained)
+            self._discover()
+            self._stale_took(began_s)
 
     def _finish(self, drained: list[Follower]) -> None:
         """Drained rings whose engines are gone: report, commit their end, take the rings away."""

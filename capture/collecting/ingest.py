@@ -45,6 +45,7 @@ LOGPROB_BITS, MARGIN_BITS, DURATION_BITS = 10, 8, 3
 0.05 %, a step's durations within 1/16 us."""
 
 RADIX_SORTED = 65535  # integers of 16 bits NumPy sorts in a sixth of the time
+BATCH_OTHERS = 10  # rows' memory that the columns of a batch take, however few rows are in it
 MOST_US = 1e15  # 31 years: a latency beyond it was never measured
 
 
@@ -57,19 +58,22 @@ def rounded(values: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.float3
 
 
 class RingRows:
-    """Rows of one ring that wait for their commit: `tokens`, and `others` of all other kinds.
+    """Rows of one ring that wait for their commit: `tokens`, `in_columns` with steps and prefill
+    chunks, and `others` of all other kinds, to which the memory of small batches is counted.
 
     `last_step`: the largest step id among all rows so far, -1: none; its step may go on.
-    `cursor`: where the ring stands once these rows are committed, and whether that is its end.
+    `cursor_us`: the time in the row of the cursor that is committed with these rows, by which that
+    row is found again.
     """
 
     def __init__(self, header: RingHeader) -> None:
         self.header = header
         self.engine_id = str(header.engine_id)
         self.tokens = 0
+        self.in_columns = 0
         self.others = 0
         self.last_step = -1
-        self.cursor: tuple[Cursor, bool] | None = None
+        self.cursor_us: int | None = None
         self._wall_offset_ns = header.anchor_wall_ns - header.anchor_monotonic_ns
         self._same_boot = header.boot_id == boot_id()
         self._steps: list[Columns] = []
@@ -83,7 +87,7 @@ class RingRows:
     def take(self) -> RingRows:
         """All rows so far, to be committed; here the next ones gather."""
         taken = copy(self)
-        self.tokens = self.others = 0
+        self.tokens = self.in_columns = self.others = 0
         self._steps, self._tokens, self._chunks, self._rows = [], [], [], {}
         return taken
 
@@ -133,7 +137,7 @@ class RingRows:
         self.others += 1
 
     def add_cursor(self, cursor: Cursor, *, finished: bool) -> None:
-        self.cursor = cursor, finished
+        self.cursor_us = self.now_us()
         self.add_row(
             "ingest_cursor",
             self.header.epoch,
@@ -145,7 +149,7 @@ class RingRows:
             cursor.torn_frames,
             cursor.corrupt_frames,
             finished,
-            self.now_us(),
+            self.cursor_us,
         )
 
     def has(self, table: str) -> bool:
@@ -198,6 +202,8 @@ class RingRows:
             }
         )
         self.tokens += len(latency_us)
+        self.in_columns += len(is_token) + len(steps)
+        self.others += BATCH_OTHERS
         self.last_step = max(self.last_step, int(steps["step_id"].max()))
         if not is_token.all():
             chunks = ~is_token

@@ -183,7 +183,7 @@ class LakeWriter:
         """Insert and commit; after a failure first look whether only the answer got lost."""
         if self._belongings is not None:
             self._belongings.check_writable()
-        if self._connection is None and self.stored_cursor(rings[0].header) == rings[0].cursor:
+        if self._connection is None and self._is_stored(rings[0]):
             return
         connection = self.connection()
         if self._belongings is not None:
@@ -192,6 +192,16 @@ class LakeWriter:
         connection.execute("BEGIN")
         insert_rows(connection, rings)
         connection.execute("COMMIT")
+
+    def _is_stored(self, rows: RingRows) -> bool:
+        """Whether the commit of these rows went through; by its time, because what a ring that was
+        cut has lost is committed with the same cursor as the rows before."""
+        found = self.connection().execute(
+            "SELECT count(*) FROM ingest_cursor "
+            "WHERE engine_id = ?::UUID AND epoch = ? AND committed_at = make_timestamp(?)",
+            [rows.engine_id, rows.header.epoch, rows.cursor_us],
+        )
+        return found.fetchall() != [(0,)]
 
     def _wait(self, reason: str, backoff: float) -> None:
         if self._status.waiting_for != reason:

@@ -21,6 +21,7 @@ import zstandard
 
 from capture.collecting import lake_writer
 from capture.collecting.follower import Status
+from capture.collecting.ingest import RingRows
 from capture.collector import Collector
 from capture.errors import CollectorError
 from capture.frames import TraceWriter
@@ -482,3 +483,31 @@ def test_sigterm_drains(place: LakePlace, rings: Path, tmp_path: Path) -> None:
     collect_once(place, rings)
     assert rows(place, "SELECT count(*) FROM tokens") == [(10_000,)]
     ring.close()
+
+
+def test_what_a_cut_ring_lost_reaches_a_lake_that_fails_just_then(
+    place: LakePlace, rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cursor is that of the commit before, which was taken for this one."""
+    ring = engine(rings, requests=2, steps=5)
+    subject = collector(place, rings)
+    failures = iter([True])
+    real = lake_writer.insert_rows
+
+    def failing(connection: duckdb.DuckDBPyConnection, taken: list[RingRows]) -> None:
+        if any(rows.has("losses") for rows in taken) and next(failures, False):
+            raise duckdb.IOException("database is locked")
+        real(connection, taken)
+
+    def cut(status: Status) -> None:
+        if status.tokens == 10 and ring.path.stat().st_size:
+            os.truncate(ring.path, 0)
+        elif not subject._roster.followers:
+            subject._stop.set()
+
+    monkeypatch.setattr(lake_writer, "insert_rows", failing)
+    monkeypatch.setattr(subject, "_on_status", cut)
+    subject.run()
+    assert next(failures, None) is None, "it failed"
+    assert rows(place, "SELECT count(*) FROM tokens") == [(10,)]
+    assert rows(place, "SELECT count(*) FROM losses WHERE detail LIKE '%was cut%'") == [(1,)]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from capture.collecting.ingest import LOGPROB_BITS, MOST_US, RingRows, rounded
+from capture.collecting.ingest import BATCH_OTHERS, LOGPROB_BITS, MOST_US, RingRows, rounded
 from capture.frames import TraceWriter
 from capture.reader import RingReader
 from tests.capture.rings import new_ring, write_step
@@ -49,6 +49,22 @@ def test_tokens_lie_request_by_request_in_the_order_of_their_steps(tmp_path: Pat
     assert tokens["slot"].tolist() == [7] * 5 + [8] * 5 + [9] * 5
     assert tokens["step_id"].tolist() == [*range(5)] * 3
     assert tokens["token_id"].tolist() == tokens["step_id"].tolist(), "columns stay together"
+
+
+def test_all_that_takes_memory_is_counted(tmp_path: Path) -> None:
+    """It bounds what waits for a lake that cannot be written: prompts give few tokens, and small
+    batches fill memory with the columns themselves."""
+    ring = new_ring(tmp_path)
+    trace = TraceWriter(ring)
+    with closing(RingReader(ring.path)) as reader:
+        rows = RingRows(reader.header)
+        for step in range(5):
+            write_step(trace, step, 3, phase=2)
+            rows.add(reader.read())
+    ring.close()
+    assert (rows.tokens, rows.in_columns, rows.others) == (0, 5 * (3 + 1), 5 * BATCH_OTHERS)
+    rows.take()
+    assert (rows.tokens, rows.in_columns, rows.others) == (0, 0, 0)
 
 
 def test_absurd_durations_turn_no_latency_negative(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from capture.collecting.lake_writer import LakeWriter
 from capture.collector import Collector
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
-from tests.capture.rings import new_ring, write_step
+from capture.reader import discover
+from capture.ring import MIN_CAPACITY
+from tests.capture.rings import engine, new_ring, write_step
 from tests.waiting import PATIENCE_S, until
 
 STEP_TOKENS = 100
@@ -53,13 +55,21 @@ def test_work_is_done_in_order_and_its_error_comes_with_the_next_call(thread: La
     assert done == ["a", "c"]
 
 
+class Gate(threading.Event):
+    """Commits wait until it is set; `reached`: one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Commits wait until it is set."""
-    gate = threading.Event()
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
     real = LakeWriter.write
 
     def write(lake: LakeWriter, rings: list[RingRows]) -> None:
+        gate.reached.set()
         assert gate.wait(PATIENCE_S)
         real(lake, rings)
 
@@ -69,7 +79,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_a_slow_commit_stops_no_reading_until_much_waits_for_it(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the ring holds is written meanwhile, and nothing is lost; then memory is full, and
     what does not fit into the ring is lost and counted."""
@@ -108,3 +118,63 @@ def test_a_slow_commit_stops_no_reading_until_much_waits_for_it(
         rows = lake.execute("SELECT count(*), count(DISTINCT (step_id, slot)) FROM tokens")
         assert rows.fetchall() == [(status.tokens, status.tokens)]
         assert lake.execute("SELECT sum(tokens) FROM losses").fetchall() == [(status.lost_tokens,)]
+
+
+def test_engines_that_come_and_go_during_a_slow_commit_stop_no_reading(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both need the lake's answer: asked at once, all rings went unread until it came."""
+    monkeypatch.setattr(collector, "COMMIT_S", 0.0)
+    monkeypatch.setattr(collector, "DISCOVER_S", 0.0)
+    place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
+    rings = tmp_path / "rings"
+    stays, goes = new_ring(rings), new_ring(rings)
+    trace, stop = TraceWriter(stays), threading.Event()
+    subject = Collector(place, ring_dir=rings, crash_dir=tmp_path / "crashes", stop=stop)
+    running = threading.Thread(target=subject.run)
+    running.start()
+    status = subject.status
+    try:
+        write_step(TraceWriter(goes), 0, 10)
+        assert gate.reached.wait(PATIENCE_S)
+        goes.close()
+        comes = new_ring(rings)
+        write_step(TraceWriter(comes), 0, 10)
+        for step in range(20):
+            write_step(trace, step, 10)
+            until(lambda: status.tokens >= stays.counters.tokens + 10, "what is written meanwhile")
+        gate.set()
+        until(lambda: status.tokens == 220 and not goes.path.exists(), "the newcomer and the end")
+    finally:
+        gate.set()
+        stop.set()
+        running.join(PATIENCE_S)
+        stays.close()
+        comes.close()
+    assert not running.is_alive()
+    with open_connection(place) as lake:
+        counted = "SELECT count(*), count(DISTINCT (engine_id, step_id, slot)) FROM tokens"
+        assert lake.execute(counted).fetchall() == [(220, 220)]
+        assert lake.execute("SELECT kind FROM events").fetchall() == [("engine_closed",)]
+
+
+def test_told_to_stop_it_leaves_a_backlog_to_the_next_even_with_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C did nothing until the last of a hundred rings was in the lake."""
+    monkeypatch.setattr(collector, "BACKLOG_PATIENCE_S", 0.0)
+    place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
+    rings, stop = tmp_path / "rings", threading.Event()
+    for _ in range(20):
+        engine(rings, requests=1, steps=2, capacity=MIN_CAPACITY).close()
+    crashes = tmp_path / "crashes"
+    first = Collector(
+        place, ring_dir=rings, crash_dir=crashes, stop=stop, on_status=lambda _: stop.set()
+    )
+    first.run(once=True)
+    assert discover(rings), "what is left is left in the rings"
+    Collector(place, ring_dir=rings, crash_dir=crashes, stop=threading.Event()).run(once=True)
+    assert discover(rings) == []
+    with open_connection(place) as lake:
+        counted = "SELECT count(*), count(DISTINCT (engine_id, slot, position)) FROM tokens"
+        assert lake.execute(counted).fetchall() == [(40, 40)]
