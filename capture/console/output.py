@@ -96,9 +96,6 @@ class _Limited:
         for batch in self:
             yield from zip(*map(_values, batch.columns), strict=True)
 
-    def distinct_names(self) -> list[str]:
-        return distinct_names(self.schema.names)
-
 
 def distinct_names(columns: list[str]) -> list[str]:
     """The columns' names; of equal ones the later get _2, _3, ..."""
@@ -186,7 +183,7 @@ def _write_csv(batches: _Limited, stream: IO[bytes]) -> None:
 
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="", write_through=True)
     writer = csv.writer(text)
-    writer.writerow(batches.distinct_names())
+    writer.writerow(distinct_names(batches.schema.names))
     writer.writerows(map(_csv_value, row) for row in batches.records())
     text.detach()
 
@@ -199,7 +196,7 @@ def _csv_value(value: Any) -> Any:
 
 
 def _write_json(batches: _Limited, stream: IO[bytes]) -> None:
-    names = batches.distinct_names()
+    names = distinct_names(batches.schema.names)
     for row in batches.records():
         plain = dict(zip(names, map(_plain, row), strict=True))
         stream.write(json.dumps(plain, ensure_ascii=False).encode() + b"\n")
@@ -209,7 +206,7 @@ def _write_parquet(batches: _Limited, stream: IO[bytes]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    names = batches.distinct_names()
+    names = distinct_names(batches.schema.names)
     fields = (field.with_name(name) for field, name in zip(batches.schema, names, strict=True))
     schema = pa.schema(fields)
     with pq.ParquetWriter(stream, schema, compression="zstd") as writer:

@@ -19,8 +19,8 @@ SAMPLES = (FrameType.GPU, FrameType.MEMORY)
 
 
 class FrameChoice:
-    """The newest `last` frames that are no samples, and of every other kind there is the newest;
-    with `raw` the newest `last` frames, whatever they are. 0: none."""
+    """The newest `last` frames that are no samples, and the newest frame of each kind, samples too;
+    with `raw` the newest `last` frames, whatever they are. `last` 0: none."""
 
     def __init__(self, last: int, *, raw: bool = False) -> None:
         self._last, self._raw = last, raw
