@@ -112,7 +112,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.close)  # until `begin`
+        self._timer = asyncio.get_running_loop().call_later(CONNECT_S, self.close)  # until `begin`, at once
 
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
