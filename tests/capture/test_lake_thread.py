@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from capture import collector
+from capture.collecting import lake_writer
 from capture.collecting.ingest import RingRows
 from capture.collecting.lake_thread import LakeThread
 from capture.collecting.lake_writer import LakeWriter
 from capture.collector import Collector
+from capture.errors import LakeError
 from capture.frames import TraceWriter
 from capture.lake import LakePlace, open_connection
 from capture.reader import discover
 from capture.ring import MIN_CAPACITY
+from tests.capture.children import forked
 from tests.capture.rings import engine, new_ring, write_step
 from tests.waiting import PATIENCE_S, until
 
@@ -178,3 +186,64 @@ def test_told_to_stop_it_leaves_a_backlog_to_the_next_even_with_once(
     with open_connection(place) as lake:
         counted = "SELECT count(*), count(DISTINCT (engine_id, slot, position)) FROM tokens"
         assert lake.execute(counted).fetchall() == [(40, 40)]
+
+
+def test_a_crash_during_a_slow_commit_is_reported_with_all_its_rows(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "COMMIT_S", 0.0)
+    place = LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data"))
+    rings, stop = tmp_path / "rings", threading.Event()
+
+    def dies() -> None:
+        trace = TraceWriter(new_ring(rings))
+        write_step(trace, 0, 10)
+        assert gate_read.recv(1)
+        write_step(trace, 1, 10)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    gate_read, gate_write = socket.socketpair()
+    pid = forked(dies)
+    subject = Collector(place, ring_dir=rings, crash_dir=tmp_path / "crashes", stop=stop)
+    running = threading.Thread(target=subject.run)
+    running.start()
+    try:
+        assert gate.reached.wait(PATIENCE_S)
+        gate_write.send(b"1")
+        os.waitpid(pid, 0)
+        until(lambda: subject.status.tokens == 20, "what it wrote last")
+        gate.set()
+        until(lambda: not discover(rings), "its end")
+    finally:
+        gate.set()
+        stop.set()
+        running.join(PATIENCE_S)
+        gate_read.close()
+        gate_write.close()
+    (path,) = (tmp_path / "crashes").glob("*.json")
+    report = json.loads(path.read_text())
+    assert report["last_step_id"] == 1
+    assert [step["step_id"] for step in report["last_steps"]] == [1, 0]
+    assert report["committed"]["tokens"] == 20
+
+
+def test_an_error_that_no_waiting_cures_ends_it_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes up in the lake's thread while the other goes on reading."""
+
+    def refused(*_: object) -> None:
+        raise duckdb.ConversionException("Conversion Error: no such number")
+
+    monkeypatch.setattr(lake_writer, "insert_rows", refused)
+    ring = engine(tmp_path / "rings", requests=2, steps=5)
+    subject = Collector(
+        LakePlace(str(tmp_path / "catalog.sqlite"), str(tmp_path / "data")),
+        ring_dir=tmp_path / "rings",
+        crash_dir=tmp_path / "crashes",
+        stop=threading.Event(),
+    )
+    with pytest.raises(LakeError, match=r"^the lake refuses the rows: no such number$"):
+        subject.run()
+    ring.close()
+    assert not any(thread.name.startswith("lake") for thread in threading.enumerate())
