@@ -112,7 +112,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._timer = asyncio.get_running_loop().call_later(CONNECT_S, self.close)  # until `begin`, at once
+        # Until `begin`, which comes at once unless the proxy is busy.
+        self._timer = asyncio.get_running_loop().call_later(CONNECT_S, self.close)
 
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
