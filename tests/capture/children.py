@@ -40,8 +40,8 @@ def started(command: Sequence[object], **options: Any) -> subprocess.Popen[str]:
 
 
 def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, int]:
-    """`inferloop` on a terminal of its own, with the signals of a job in the foreground: those in
-    the background, pytest perhaps, ignore Ctrl-C. Its pid and the terminal."""
+    """Python on a terminal of its own, with the signals of a job in the foreground: those in the
+    background, pytest perhaps, ignore Ctrl-C. Its pid and the terminal."""
     pid, terminal = pty.fork()
     if pid:
         _started.append(pid)
@@ -49,7 +49,7 @@ def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, int]:
     try:
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        command = [sys.executable, "-m", "cli", *arguments]
+        command = [sys.executable, *arguments]
         os.execve(sys.executable, command, {**os.environ, **variables})
     finally:
         os._exit(127)

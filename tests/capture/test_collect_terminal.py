@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pty
 import select
 import signal
 import sys
@@ -22,8 +21,10 @@ from capture.collecting.roster import Roster
 from capture.collector import Collector
 from capture.errors import RingError
 from cli.main import app
+from tests.capture.children import on_a_terminal
 from tests.capture.lakes import place_of
 from tests.capture.rings import engine
+from tests.proc import state
 from tests.waiting import PATIENCE_S, until
 
 COLLECT = (
@@ -39,15 +40,8 @@ class Terminal:
 
     def __init__(self, home: Path, *command: str) -> None:
         self.seen = b""
-        self.pid, self._terminal = pty.fork()
-        if not self.pid:
-            environment = {
-                **os.environ,
-                "TERM": "xterm",
-                "INFERLOOP_HOME": str(home / "home"),
-                "INFERLOOP_RING_DIR": str(home / "rings"),
-            }
-            os.execve(sys.executable, [sys.executable, *command], environment)
+        places = {"INFERLOOP_HOME": str(home / "home"), "INFERLOOP_RING_DIR": str(home / "rings")}
+        self.pid, self._terminal = on_a_terminal(*command, TERM="xterm", **places)
 
     def read(self) -> bool:
         """Take what has been written; False at the end."""
@@ -75,10 +69,6 @@ class Terminal:
 
     def close(self) -> None:
         os.close(self._terminal)
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture
@@ -122,7 +112,7 @@ def test_ctrl_z_takes_the_line_away_before_it_stops(home: Path) -> None:
     terminal = Terminal(home, "-c", COLLECT)
     terminal.until(b"100 tokens in")
     terminal.press(b"\x1a")
-    until(lambda: terminal.read() and state_of(terminal.pid) == "T", "it is stopped")
+    until(lambda: terminal.read() and state(terminal.pid) == "T", "it is stopped")
     terminal.read()
     assert terminal.seen.rindex(SHOW_CURSOR) > terminal.seen.rindex(HIDE_CURSOR)
     os.kill(terminal.pid, signal.SIGCONT)

@@ -278,7 +278,7 @@ def test_on_a_terminal_long_texts_are_folded(tmp_path: Path) -> None:
     ring.close()
     places = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(tmp_path / "r")}
     looks = {"COLUMNS": "70", "TERM": "xterm", "NO_COLOR": "1"}
-    pid, terminal = on_a_terminal("ring", "inspect", **places, **looks)
+    pid, terminal = on_a_terminal("-m", "cli", "ring", "inspect", **places, **looks)
     shown = b""
     try:
         while data := os.read(terminal, 65536):

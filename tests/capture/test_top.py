@@ -278,7 +278,7 @@ def test_ctrl_c_ends_the_live_view_and_gives_the_screen_back(tmp_path: Path, rin
     ring = engine(rings, requests=4, steps=20)
     places = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
     looks = {"COLUMNS": "90", "LINES": "40", "TERM": "xterm"}
-    pid, terminal = on_a_terminal("top", "--interval", "0.2", **places, **looks)
+    pid, terminal = on_a_terminal("-m", "cli", "top", "--interval", "0.2", **places, **looks)
     shown = b""
     try:
         deadline = time.monotonic() + PATIENCE_S
@@ -339,7 +339,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(
 ) -> None:
     engine(rings, requests=1, steps=3)
     places = {"INFERLOOP_HOME": str(tmp_path), "INFERLOOP_RING_DIR": str(rings)}
-    pid, terminal = on_a_terminal("top", TERM="dumb", **places)
+    pid, terminal = on_a_terminal("-m", "cli", "top", TERM="dumb", **places)
     shown = b""
     try:
         while data := os.read(terminal, 65536):

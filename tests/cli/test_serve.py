@@ -20,6 +20,7 @@ import pytest
 from capture.mirroring.traffic_files import numbered_lines, traffic_files
 from capture.traffic import TrafficRecord
 from tests.engine.tiny_model import write_tiny_model
+from tests.proc import children
 from tests.waiting import PATIENCE_S, until
 
 
@@ -72,8 +73,7 @@ def metrics_of(url: str) -> str:
 
 def mirror_of(pid: int) -> int:
     """The mirror's process of a server."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (found,) = (int(child) for child in children if b"mirror_process" in command_line(int(child)))
+    (found,) = (child for child in children(pid) if b"mirror_process" in command_line(child))
     return found
 
 

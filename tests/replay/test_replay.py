@@ -23,6 +23,7 @@ from replay.errors import BuildError, RunError
 from replay.models import Diff, ReplayedRequest, Run
 from replay.run import Bounds, replay, state
 from tests.migrations.postgres import postgres_server
+from tests.proc import is_running, parent
 from tests.replay.conftest import ROOT, prompts, toy, traffic
 from tests.waiting import PATIENCE_S, until
 
@@ -306,23 +307,7 @@ def _toys(out: Path) -> list[int]:
         words = log.read_text().split()
         if "helper" in words:
             pid = int(words[words.index("helper") + 1])
-            for process in (pid, _parent(pid)):
-                if process > 1 and _alive(process):
+            for process in (pid, parent(pid)):
+                if process > 1 and is_running(process):
                     found.append(process)
     return found
-
-
-def _parent(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(status.rpartition(")")[2].split()[1])
-
-
-def _alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"

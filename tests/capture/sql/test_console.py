@@ -8,7 +8,6 @@ import fcntl
 import io
 import json
 import os
-import pty
 import re
 import select
 import signal
@@ -34,7 +33,8 @@ from capture.console.output import Format, write
 from capture.console.shell import Shell, is_complete, open_history
 from capture.console.watch import watch
 from capture.sql.query import QuerySession
-from tests.capture.sql.computing import children, cpu_s
+from tests.capture.children import on_a_terminal
+from tests.proc import children, cpu_s
 from tests.waiting import PATIENCE_S, until
 
 
@@ -290,10 +290,8 @@ class Terminal:
     """`inferloop sql` on a terminal of its own, as a person uses it; ends with its block."""
 
     def __init__(self, home: Path) -> None:
-        self.pid, self._handle = pty.fork()
-        if self.pid == 0:
-            os.environ.update(INFERLOOP_HOME=str(home), TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1")
-            os.execv(sys.executable, [sys.executable, "-m", "cli", "sql"])
+        variables = {"INFERLOOP_HOME": str(home), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.pid, self._handle = on_a_terminal("-m", "cli", "sql", **variables)
         fcntl.ioctl(self._handle, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self._seen = b""
         self._status: int | None = None

@@ -29,8 +29,8 @@ from capture.sql.statement import check_statement, error_place
 from cli.main import app
 from tests.capture.lakes import commit_rings, place_of
 from tests.capture.rings import engine
-from tests.capture.sql.computing import cpu_s
 from tests.capture.sql.conftest import LIMITS
+from tests.proc import cpu_s
 from tests.waiting import PATIENCE_S, until
 
 RUNAWAY = "SELECT sum(a.latency_us + b.slot) FROM tokens a, tokens b, tokens c, tokens d, tokens e"
