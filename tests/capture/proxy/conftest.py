@@ -6,7 +6,8 @@ from contextlib import ExitStack
 import pytest
 
 from tests.capture.proxy.nasty import Nasty, answer_hello
-from tests.capture.proxy.processes import ProxyProcess, wait_for
+from tests.capture.proxy.processes import ProxyProcess
+from tests.waiting import until
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +23,7 @@ def shared_proxy(
 ) -> Iterator[ProxyProcess]:
     """It waits for its upstream as long as a busy machine may need."""
     with ProxyProcess(shared_upstream.url, tmp_path_factory.mktemp("home")) as process:
-        wait_for(process.knows_its_upstream)
+        until(process.knows_its_upstream, "it knows its upstream")
         yield process
         assert process.stop() == 0
 

@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,7 +20,8 @@ import zstandard
 
 from capture.decode import EngineFrame, FinishFrame, Frame, RequestFrame, StepFrame, decode
 from capture.reader import RingReader
-from tests.waiting import PATIENCE_S
+from tests.proc import children
+from tests.waiting import PATIENCE_S, until
 
 PATIENT: dict[str, Any] = {"trust_env": False, "timeout": PATIENCE_S}
 """Options of httpx for a machine that may be busy."""
@@ -72,8 +72,7 @@ class ProxyProcess:
 
     def children(self) -> list[int]:
         """Ids of the processes that it has started."""
-        pid = self.process.pid
-        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return children(self.process.pid)
 
     def rss_mib(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -89,7 +88,9 @@ class ProxyProcess:
         def found() -> dict[str, Any] | None:
             return next((r for r in self.records() if r["conversation_id"] == conversation), None)
 
-        return wait_for(found)
+        record = until(found, f"the record of {conversation}")
+        assert record is not None
+        return record
 
     def knows_its_upstream(self) -> bool:
         """Whether the upstream has told its models: from then on it is asked by tests only."""
@@ -115,7 +116,7 @@ class ProxyProcess:
                         return True
                 return False
 
-            wait_for(is_over)
+            until(is_over, "the question's end is traced")
 
     def frames(self) -> list[Frame]:
         """All frames in the ring so far."""
@@ -160,25 +161,6 @@ def records_in(home: Path) -> list[dict[str, Any]]:
             whole = data[: data.rfind(b"\n") + 1]  # a line may be on its way
             found += [json.loads(line) for line in whole.splitlines()]
     return found
-
-
-def wait_for(look: Callable[[], Any]) -> Any:
-    """The first truthy value of `look`."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        value = look()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"{look} found nothing"
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process has not ended, be its end noticed or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def raw(port: int, request: bytes) -> bytes:

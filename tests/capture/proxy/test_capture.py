@@ -18,7 +18,8 @@ from capture.decode import EngineFrame, EventFrame, FinishFrame, RequestFrame
 from capture.frames import NONE
 from capture.traffic import TrafficRecord
 from tests.capture.proxy.nasty import DONE, Conversation, Nasty, chat_event, chunk, usage_event
-from tests.capture.proxy.processes import PATIENT, ProxyProcess, raw, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, raw
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 QUESTION = {
@@ -418,7 +419,7 @@ def test_what_cannot_be_decoded_passes_and_is_counted(
         b"Content-Length: %d\r\n\r\n" % len(body) + body,
     )
     assert answer.endswith(chunk(content) + b"0\r\n\r\n")
-    wait_for(lambda: skipped(proxy, reason) == before + 1)
+    until(lambda: skipped(proxy, reason) == before + 1, "it is counted")
 
 
 @pytest.mark.parametrize(
@@ -435,7 +436,7 @@ def test_requests_without_a_place_in_a_record_are_counted(
     before = skipped(proxy, reason)
     upstream.script = answers({"error": {"message": "no"}}, 400)
     assert ask(proxy, path, body).status == 400
-    wait_for(lambda: skipped(proxy, reason) == before + 1)
+    until(lambda: skipped(proxy, reason) == before + 1, "it is counted")
 
 
 def test_other_endpoints_are_not_captured(proxy: ProxyProcess, upstream: Nasty) -> None:
@@ -499,7 +500,7 @@ def test_turns_of_an_unnamed_chat_are_one_conversation(
         records = [record for record in proxy.records() if "nobody named" in str(record)]
         return [record["conversation_id"] for record in records]
 
-    wait_for(lambda: len(found()) == 2)
+    until(lambda: len(found()) == 2, "both records")
     assert len(set(found())) == 1
 
 

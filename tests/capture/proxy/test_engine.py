@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from capture.decode import FinishFrame
-from tests.capture.proxy.processes import PATIENT, ProxyProcess, records_in, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, records_in
 from tests.engine.tiny_model import write_tiny_model
+from tests.waiting import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -67,9 +68,11 @@ def test_both_records_agree(
     assert answer.status_code == 200, answer.text
 
     seen = in_front.record(name)
-    theirs = wait_for(
-        lambda: next((r for r in records_in(engine[1]) if r["conversation_id"] == name), None)
+    theirs = until(
+        lambda: next((r for r in records_in(engine[1]) if r["conversation_id"] == name), None),
+        "the engine's own record",
     )
+    assert theirs is not None
     same = ["output_text", "finish_reason", "usage", "tenant", "route", "class_key", "model"]
     same += ["endpoint", "stream", "status", "messages", "prompt"]
     same += ["output_token_ids", "logprobs"] if ids else []

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from capture.decode import FinishFrame
-from tests.capture.proxy.processes import PATIENT, ProxyProcess, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess
 from tests.engine.tiny_model import write_tiny_model
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 QUESTION: dict[str, Any] = {
@@ -45,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
-            wait_for(lambda: process.poll() is not None or listens(port))
+            until(lambda: process.poll() is not None or listens(port), "the server listens")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.kill()

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from tests.capture.proxy.nasty import DONE, Conversation, Nasty, chat_event, chunk
-from tests.capture.proxy.processes import PATIENT, ProxyProcess, wait_for
-from tests.waiting import PATIENCE_S
+from tests.capture.proxy.processes import PATIENT, ProxyProcess
+from tests.waiting import PATIENCE_S, until
 
 MIB = 1 << 20
 LARGE = 100 * MIB
@@ -71,7 +71,7 @@ def test_fifty_streams_at_once_stay_apart(proxy: ProxyProcess, upstream: Nasty) 
     texts = asyncio.run(ask_all(names))
     expected = ["".join(f"{name}.{index} " for index in range(40)) for name in names]
     assert texts == expected
-    wait_for(lambda: {r["conversation_id"] for r in proxy.records()} >= set(names))
+    until(lambda: {r["conversation_id"] for r in proxy.records()} >= set(names), "all records")
     records = {record["conversation_id"]: record for record in proxy.records()}
     assert [records[name]["output_text"] for name in names] == expected
     positions = [row["position"] for row in proxy.rows_of(records[names[7]]["request_id"])]

@@ -30,8 +30,9 @@ from tests.capture.proxy.nasty import (
     chat_event,
     usage_event,
 )
-from tests.capture.proxy.processes import PATIENT, ProxyProcess, is_running, raw, wait_for
-from tests.waiting import PATIENCE_S
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, raw
+from tests.proc import is_running
+from tests.waiting import PATIENCE_S, until
 
 Start = Callable[..., ProxyProcess]
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -144,9 +145,9 @@ def test_stop_finishes_what_is_in_flight_and_the_lake_has_it(
     proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
     thread = stream(proxy, got, **{"X-Tenant": "acme"})
-    wait_for(lambda: has_two(got))
+    until(lambda: has_two(got), "two tokens")
     proxy.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: refuses(proxy.port))
+    until(lambda: refuses(proxy.port), "no new connections")
     gate.set()
     thread.join(PATIENCE_S)
     assert proxy.stop() == 0
@@ -190,8 +191,8 @@ def test_ring_of_a_killed_proxy_is_drained(
     proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
     thread = stream(proxy, got)
-    wait_for(lambda: has_two(got))
-    wait_for(lambda: tokens_in_ring(proxy) == 2)
+    until(lambda: has_two(got), "two tokens")
+    until(lambda: tokens_in_ring(proxy) == 2, "two tokens in the ring")
     proxy.stop(signal.SIGKILL)
     thread.join(PATIENCE_S)
     assert got[-1] in (b"RemoteProtocolError", b"ReadError")
@@ -208,10 +209,10 @@ def test_second_signal_waits_no_longer(
     proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
     thread = stream(proxy, got)
-    wait_for(lambda: has_two(got))
+    until(lambda: has_two(got), "two tokens")
     began = time.monotonic()
     proxy.process.send_signal(signal.SIGINT)
-    wait_for(lambda: refuses(proxy.port))
+    until(lambda: refuses(proxy.port), "no new connections")
     proxy.process.send_signal(signal.SIGINT)
     thread.join(PATIENCE_S)
     assert time.monotonic() - began < DRAIN_S
@@ -233,7 +234,7 @@ def test_upstream_that_is_down(start_proxy: Start, tmp_path: Path) -> None:
     assert url in error["message"]
     health = httpx.get(proxy.url + "/inferloop/health", **PATIENT).json()
     assert "cannot be reached" in health["last_upstream_error"]
-    (record,) = wait_for(proxy.records)
+    (record,) = until(proxy.records, "a traffic record")
     assert (record["status"], record["error_type"]) == (502, "upstream_error")
     assert proxy.stop() == 0
     unused.close()
@@ -288,7 +289,7 @@ def test_mirror_that_dies_does_not_stop_the_forwarding(
         assert b"".join(got).endswith(DONE)
         return httpx.get(proxy.url + "/inferloop/metrics", **PATIENT).text
 
-    wait_for(lambda: 'records_skipped_total{reason="mirror_gone"}' in ask())
+    until(lambda: 'records_skipped_total{reason="mirror_gone"}' in ask(), "a skipped record")
     assert proxy.stop() == 0
     assert proxy.process.stderr is not None
     assert proxy.process.stderr.read().count("mirror's process has died") == 1
@@ -302,10 +303,10 @@ def test_mirror_of_a_killed_proxy_writes_what_it_has(
     proxy = start_proxy(slow_upstream.url, tmp_path)
     got: list[bytes] = []
     stream(proxy, got).join(PATIENCE_S)
-    wait_for(proxy.records)
+    until(proxy.records, "a traffic record")
     (mirror,) = proxy.children()
     proxy.stop(signal.SIGKILL)
-    wait_for(lambda: not is_running(mirror))
+    until(lambda: not is_running(mirror), "the end of the mirror")
     assert not list((tmp_path / "traffic").glob("*.part"))
     assert len(proxy.records()) == 1
 
@@ -334,7 +335,7 @@ def test_clients_words_do_not_end_the_trace(
     proxy = start_proxy(slow_upstream.url, tmp_path)
     question = QUESTION | {"model": "m" * 2_000_000}
     httpx.post(proxy.url + "/v1/chat/completions", json=question, **PATIENT)
-    wait_for(proxy.records)
+    until(proxy.records, "a traffic record")
     assert httpx.get(proxy.url + "/inferloop/health", **PATIENT).json()["trace"] == "ok"
     assert [frame.info["model"] for frame in proxy.frames() if isinstance(frame, EngineFrame)] == [
         "m" * 256
@@ -359,13 +360,13 @@ def test_trace_that_fails_later_does_not_stop_the_forwarding(
     slow_upstream.script = many_models
     proxy = start_proxy(slow_upstream.url, tmp_path)
     health = proxy.url + "/inferloop/health"
-    wait_for(lambda: "FrameTooLarge" in httpx.get(health, **PATIENT).json()["trace"])
+    until(lambda: "FrameTooLarge" in httpx.get(health, **PATIENT).json()["trace"], "a failure")
     metrics = httpx.get(proxy.url + "/inferloop/metrics", **PATIENT).text
     assert "inferloop:proxy_trace_failed 1.0" in metrics
     got: list[bytes] = []
     stream(proxy, got).join(PATIENCE_S)
     assert b"".join(got).endswith(DONE)
-    (record,) = wait_for(proxy.records)
+    (record,) = until(proxy.records, "a traffic record")
     assert record["output_text"] == "abc"
     assert proxy.stop() == 0
     assert proxy.process.stderr is not None

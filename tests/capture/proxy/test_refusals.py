@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.capture.proxy.nasty import Conversation, Nasty, answer_hello
-from tests.capture.proxy.processes import ProxyProcess, raw, wait_for
-from tests.waiting import PATIENCE_S
+from tests.capture.proxy.processes import ProxyProcess, raw
+from tests.waiting import PATIENCE_S, until
 
 GET = b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: h\r\n"
@@ -102,7 +102,7 @@ def impatient(
     shared_upstream.script = answer_hello
     home, options = tmp_path_factory.mktemp("impatient"), ("--timeout-s", "0.2")
     with ProxyProcess(shared_upstream.url, home, *options) as process:
-        wait_for(process.knows_its_upstream)
+        until(process.knows_its_upstream, "it knows its upstream")
         yield process
         assert process.stop() == 0
 

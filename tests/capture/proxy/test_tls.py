@@ -18,8 +18,9 @@ from capture.decode import EventFrame, FinishFrame, RequestFrame
 from capture.proxy.address import ProxyError
 from capture.proxy.command import tls_context
 from tests.capture.proxy.nasty import Conversation, Nasty, answer_hello
-from tests.capture.proxy.processes import PATIENT, ProxyProcess, wait_for
+from tests.capture.proxy.processes import PATIENT, ProxyProcess
 from tests.capture.proxy.test_capture import CHAT, PLAIN, QUESTION, WHOLE, ask, streams
+from tests.waiting import until
 
 
 class Certificate(NamedTuple):
@@ -192,7 +193,7 @@ def test_a_coding_that_cannot_be_read_is_marked_in_the_trace(
                  and f.request_id == trace_id}  # fmt: skip
         return any(isinstance(f, FinishFrame) and f.slot in slots for f in proxy.frames())
 
-    wait_for(ended)
+    until(ended, "its end is traced")
     (event,) = [e for e in proxy.of_request(trace_id, EventFrame) if e.kind == "not_captured"]
     assert event.detail == "its tokens are not counted: encoding: cannot decode 'br'"
     (finish,) = proxy.of_request(trace_id, FinishFrame)

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.capture.proxy.nasty import Conversation, Nasty, chat_event, chunk
-from tests.capture.proxy.processes import PATIENT, ProxyProcess, raw, wait_for
-from tests.waiting import PATIENCE_S
+from tests.capture.proxy.processes import PATIENT, ProxyProcess, raw
+from tests.waiting import PATIENCE_S, until
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
@@ -312,7 +312,9 @@ def test_client_that_leaves_ends_the_upstreams_work(proxy: ProxyProcess, upstrea
     )
     read_until(connection, b"data:")
     connection.close()
-    assert wait_for(lambda: left) == [True], "long before the proxy would give the upstream up"
+    assert until(lambda: left, "the client's leave is passed on") == [True], (
+        "long before the proxy would give the upstream up"
+    )
     record = proxy.record("leaver")
     assert (record["status"], record["error_type"]) == (499, "cancelled")
 
@@ -368,7 +370,8 @@ def test_stale_connection_is_replaced_for_a_get(proxy: ProxyProcess, upstream: N
         return [talk.path for talk in upstream.seen] == ["/first", "/second", "/second"]
 
     upstream.script = script
-    wait_for(second_was_repeated)  # else the proxy gave the connection up before: a slow machine
+    # Else the proxy gave the connection up before: a slow machine.
+    until(second_was_repeated, "the second request is sent again")
 
 
 def test_connections_are_reused(proxy: ProxyProcess, upstream: Nasty) -> None:
@@ -379,7 +382,8 @@ def test_connections_are_reused(proxy: ProxyProcess, upstream: Nasty) -> None:
             raw(proxy.port, get())
         return upstream.connections == before
 
-    wait_for(all_took_one)  # else it was idle for too long between two: a slow machine
+    # Else it was idle for too long between two: a slow machine.
+    until(all_took_one, "five requests take one connection")
 
 
 def test_own_pages(proxy: ProxyProcess, upstream: Nasty) -> None:
