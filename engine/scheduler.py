@@ -218,7 +218,7 @@ class Scheduler:
                 return False
             place = self._place(request, step, aged=aged, hold=hold)
             if place is _Place.ADMITTED:
-                if aged and candidates[1][0] is not request:
+                if aged and candidates[1][0] is not request:  # it went before the best
                     step.aged.append(request)
                 return True
             if place is _Place.NO_ROOM and not aged:
