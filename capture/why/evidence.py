@@ -124,13 +124,17 @@ AHEAD = Piece(
                     AND w.arrived_at_us + q.queue_us, false) AS by_age,
                 least(coalesce(n.finished_at_us, w.arrived_at_us + q.queue_us),
                         w.arrived_at_us + q.queue_us)
-                    - greatest(coalesce(n.admitted_at_us, n.arrived_at_us), w.arrived_at_us)
-                    AS overlap_us
+                    - greatest(coalesce(n.admitted_at_us, first.started_at_us, n.arrived_at_us),
+                        w.arrived_at_us) AS overlap_us
             FROM wanted AS w JOIN queue AS q USING (engine_id, slot)
             JOIN neighbours AS n ON n.engine_id = w.engine_id AND n.own_slot = w.slot
+            JOIN span AS own ON own.engine_id = w.engine_id AND own.slot = w.slot
+            LEFT JOIN seated AS seat ON seat.engine_id = n.engine_id AND seat.slot = n.slot
+            LEFT JOIN near AS first
+                ON first.engine_id = n.engine_id AND first.step_id = seat.first_step
             LEFT JOIN aged AS g ON g.engine_id = n.engine_id AND g.slot = n.slot
             WHERE n.arrived_at_us < w.arrived_at_us + q.queue_us
-                AND (n.admitted_at_us IS NOT NULL OR NOT n.has_ended)
+                AND (n.admitted_at_us IS NOT NULL OR seat.first_step < own.first_step)
         ) WHERE overlap_us > 0
     ) AS o GROUP BY engine_id, own_slot""",
 )

@@ -262,6 +262,18 @@ QUEUE = Piece(
     GROUP BY w.engine_id, w.slot, w.arrived_at_us""",
 )
 
+SEATED = Piece(
+    "seated",  # the first step of neighbours that have not ended, whose admission no row tells yet
+    """
+    SELECT n.engine_id, n.slot, min(t.step_id) AS first_step
+    FROM (SELECT DISTINCT engine_id, slot FROM neighbours WHERE NOT has_ended) AS n
+    JOIN (
+        SELECT engine_id, slot, step_id FROM tokens WHERE is_first
+        UNION ALL SELECT engine_id, slot, step_id FROM prefill_chunks
+    ) AS t ON t.engine_id = n.engine_id AND t.slot = n.slot
+    GROUP BY n.engine_id, n.slot""",
+)
+
 AGED = Piece(
     "aged",  # who was admitted for its age though others had a higher priority
     """
@@ -314,6 +326,7 @@ PIECES = (
     ALIKE,
     PAUSES,
     QUEUE,
+    SEATED,
     AGED,
     SENT_LATE,
     PEERS,

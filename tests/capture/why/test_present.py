@@ -174,3 +174,28 @@ def test_an_id_may_be_pasted_with_white_space_around_it(
 ) -> None:
     for text in (f" {waiting[FIRST].hex}\r\n", f"\t{waiting[NEXT]}\n"):
         assert len(find(here, text)) == 1
+
+
+def test_one_that_only_waited_beside_it_is_not_told_as_running_ahead(tmp_path: Path) -> None:
+    """Its end, which would say when it was admitted, is not there yet."""
+    ring = new_ring(tmp_path / "rings")
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr("capture.ring.time", clock)
+        trace = TraceWriter(ring)
+        trace.engine({"model": "tiny"})
+        stage = Stage(trace, clock)
+        stage.arrive(FIRST)
+        stage.step((), {FIRST: 12})
+        stage.arrive(SECOND)
+        stage.run((FIRST,), 5, waiting=1)
+        stage.arrive(SUBJECT)
+        stage.run((FIRST,), 20, waiting=2)
+        stage.step((FIRST,), {SECOND: 12, SUBJECT: 12})
+        stage.run((FIRST, SECOND, SUBJECT), 5)
+    commit_rings(tmp_path)
+    ring.close()
+    with open_connection(place_of(tmp_path)) as lake:
+        text = words(of(lake, stage.players[SUBJECT].request_id))
+    assert f"in the queue behind 1 running: {stage.players[FIRST].request_id.hex[:8]}" in text
+    assert stage.players[SECOND].request_id.hex[:8] not in text
