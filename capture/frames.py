@@ -110,7 +110,7 @@ class TraceWriter:
         Model and fingerprint go into the ring's header, too; a proxy's names its upstream. Raises
         FrameTooLargeError when the JSON is over the ring's frame limit.
         """
-        names = [str(info.get(key, "unknown")) for key in ("model", "fingerprint")]
+        names = [str(info.get(key) or "unknown") for key in ("model", "fingerprint")]
         if "upstream" in info:
             names[0] = f"{names[0]} through the proxy for {info['upstream']}"
         with self._ring.lock:

@@ -12,7 +12,7 @@ from contextlib import closing
 from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from capture.console.output import distinct_names
 from capture.errors import LakeError, QueryError, first_line
@@ -128,8 +128,15 @@ class Rows:
         for row in self.fetchall():
             yield dict(zip(names, row, strict=True))
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row at `index`, negative from the end. Raises IndexError when there is none."""
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
+        """The row at `index`, negative from the end. Raises IndexError when there is none, and
+        TypeError for what is no number."""
+        if not isinstance(index, SupportsIndex):
+            raise TypeError(
+                f"a row is chosen by its number, not by {index!r}: rows[0][column], or "
+                "rows.df() and rows.pl() for columns and slices"
+            )
+        index = index.__index__()
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"there is no row {index}: the query found {len(self)}")

@@ -36,6 +36,9 @@ def test_rows_are_dicts_by_column_as_often_as_wanted(lake: Lake) -> None:
     for index in (3, -4):
         with pytest.raises(IndexError, match="the query found 3"):
             rows[index]
+    for other in ("n", slice(0, 1)):
+        with pytest.raises(TypeError, match="by its number, not by"):
+            rows[other]  # type: ignore[index]
 
 
 def test_no_rows_are_an_empty_result_that_is_false(lake: Lake) -> None:

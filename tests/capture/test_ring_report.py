@@ -371,6 +371,9 @@ def test_the_label_outlives_the_engine_frame(tmp_path: Path) -> None:
     TraceWriter(ring).engine({"model": "m", "kind": "proxy", "upstream": "http://10.0.0.1:8000"})
     model = "m through the proxy for http://10.0.0.1:8000"
     assert reader.label == {"model": model, "fingerprint": "unknown"}
+    TraceWriter(ring).engine({"model": None, "kind": "proxy", "upstream": "http://10.0.0.1:8000"})
+    assert reader.label is not None
+    assert reader.label["model"] == "unknown through the proxy for http://10.0.0.1:8000"
     ring.close()
     with ring.path.open("r+b") as file:
         file.seek(2048 + 20)
