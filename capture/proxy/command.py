@@ -151,17 +151,19 @@ def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
     its key where it is another file. Raises ProxyError when they cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
-    files = f"{certificate}" if key is None else f"{certificate} and {key}"
+    files = f"{certificate} holds" if key is None else f"{certificate} and {key} hold"
     try:
+        for path in filter(None, (certificate, key)):
+            path.open("rb").close()  # the library's error does not say which of them it is
         context.load_cert_chain(certificate, key, password=_no_password)
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         raise ProxyError(
-            f"{files} hold no certificate with its key that can be used ({reason}): give PEM "
+            f"{files} no certificate with its key that can be used ({reason}): give PEM "
             "files, the key without a password, to --tls-cert and --tls-key"
         ) from error
     except OSError as error:
-        raise ProxyError(f"cannot read {files}: {error.strerror}") from error
+        raise ProxyError(f"cannot read {error.filename}: {error.strerror}") from error
     return context
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -169,8 +170,15 @@ def test_files_that_make_no_certificate_are_named(
         subprocess.run(
             ["openssl", "genrsa", *more, "-out", key, "2048"], check=True, capture_output=True
         )
-    with pytest.raises(ProxyError, match="cannot read" if what == "missing" else "hold no"):
+    said = f"cannot read {key}: No such file" if what == "missing" else f"{cert} and {key} hold no"
+    with pytest.raises(ProxyError, match=f"^{re.escape(said)}"):
         tls_context(cert, key)
+
+
+def test_a_certificate_without_its_key_is_named(certificate: Certificate) -> None:
+    cert, _ = certificate
+    with pytest.raises(ProxyError, match=f"^{re.escape(str(cert))} holds no certificate"):
+        tls_context(cert, None)
 
 
 def test_a_coding_that_cannot_be_read_is_marked_in_the_trace(
