@@ -69,6 +69,8 @@ def start_collector(home: Path, rings: Path) -> subprocess.Popen[str]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    """The next line of a process; empty when it has ended."""
+    """The next line of a process, which must not have ended."""
     assert process.stdout is not None
-    return process.stdout.readline().rstrip()
+    line = process.stdout.readline()
+    assert line, f"it ended with status {process.wait()}"
+    return line.rstrip()

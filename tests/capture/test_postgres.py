@@ -24,7 +24,6 @@ from capture.lake import LakePlace, open_connection
 from capture.rollup import ALL_STEPS, roll_up
 from capture.sql.query import run_query
 from tests.capture import children
-from tests.capture.lakes import said
 from tests.capture.rings import MIB, engine, new_ring, write_request, write_step
 from tests.migrations.postgres import postgres_server
 from tests.waiting import PATIENCE_S
@@ -169,7 +168,8 @@ class Host:
             )  # fmt: skip
 
     def ready(self) -> None:
-        assert said(self.collector) == "ready", self.log
+        assert self.collector.stdout is not None
+        assert self.collector.stdout.readline() == "ready\n", self.log
 
     def write(self) -> None:
         """One step of all its requests."""
