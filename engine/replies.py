@@ -146,6 +146,14 @@ class CompletionShape(Shape):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self._offset = 0
+        self._prompt_is_due = self._return_token_ids  # in the first chunk of a stream
+
+    def _choice(self, text: str, events: Sequence[TokenEvent], *, whole: bool) -> dict[str, Any]:
+        choice = super()._choice(text, events, whole=whole)
+        if self._prompt_is_due and not whole:
+            self._prompt_is_due = False
+            choice["prompt_token_ids"] = self._prompt_ids
+        return choice
 
     def _text(self, text: str, *, whole: bool) -> dict[str, Any]:
         return {"text": text}

@@ -131,6 +131,19 @@ def test_prompt_logprobs_and_token_ids_as_vllm_names_them(server: LiveServer) ->
     assert "prompt_token_ids" not in answer["choices"][0]
 
 
+def test_a_stream_gives_the_prompts_ids_once_at_its_beginning(server: LiveServer) -> None:
+    fields = {"stream": True, "return_token_ids": True}
+    streamed = chunks(server.client.post(TEXT, json=body(**fields)).text)
+    found = [chunk["choices"][0].get("prompt_token_ids") for chunk in streamed]
+    assert found == [list(b"hello"), *[None] * (len(found) - 1)]
+    plain = chunks(server.client.post(TEXT, json=body(stream=True)).text)
+    assert not any("prompt_token_ids" in chunk["choices"][0] for chunk in plain)
+
+    streamed = chunks(server.client.post(CHAT, json=chat(**fields)).text)
+    found = [chunk.get("prompt_token_ids") for chunk in streamed]
+    assert found == [list(b"<user>hi<assistant>"), *[None] * (len(found) - 1)]
+
+
 def test_unseeded_sampling_reports_the_seed_that_reproduces_it(server: LiveServer) -> None:
     headers = {"X-Inferloop-Detail": "1"}
     first = server.client.post(TEXT, json=body(temperature=1), headers=headers).json()
