@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def harm_rate(counts: Tally, policy: GatePolicy) -> Criterion:
     if counts.disputed_harm:
         value += f" (counting {counts.disputed_harm} disputed)"
     census = counts.open == 0 and counts.harm > limit * n
-    if lower > limit or census:
+    if _certain(lower, limit) or census:
         known = "all diffs are judged" if census else f"at least {percent(lower)} are harmful"
         explanation = f"{known}: do not release"
         return Criterion("harm rate", Outcome.FAIL, value, bound, explanation)
@@ -188,6 +189,12 @@ def _latency(found: LatencyRatio, limit: float, bound: str) -> Criterion:
     )
 
 
+def _certain(lower: float, limit: float) -> bool:
+    """Whether harm is known to be over the limit: by more than rounding (one of one harmful is "at
+    least 5 %" with 95 %, which is not over 5 %)."""
+    return lower > limit and not math.isclose(lower, limit)
+
+
 def _class_result(key: str, counts: Tally, policy: GatePolicy) -> ClassResult:
     n = counts.judged
     display = wilson(counts.harm, n, 0.95)
@@ -196,7 +203,7 @@ def _class_result(key: str, counts: Tally, policy: GatePolicy) -> ClassResult:
     lower = policy.bounds(counts.harm, n).lower
     upper = policy.bounds(counts.harm + counts.disputed_harm, n).upper
     shown = f"{counts.harm} of {n} harmful"
-    if lower > policy.max_harm_rate:
+    if _certain(lower, policy.max_harm_rate):
         return ClassResult(
             key, Outcome.FAIL, counts, display, f"{shown}, at least {percent(lower)}"
         )

@@ -212,6 +212,12 @@ def test_more_harm_never_makes_the_harm_rate_look_better(harm: int, more: int, r
     assert order.index(outcome(harm)) <= order.index(outcome(harm + more))
 
 
+def test_a_bound_at_the_limit_is_no_certain_harm() -> None:
+    """One of one harmful is "at least 5 %" with 95 % confidence; more are to be judged."""
+    counts = Tally(9, 1, 0, 0, 0, 0, 0)
+    assert harm_rate(counts, DEFAULT).outcome is Outcome.INSUFFICIENT
+
+
 def test_the_decision_is_kept_with_its_report(sessions: sessionmaker) -> None:
     run_id = add_run(sessions)
     report = decide(sessions)
