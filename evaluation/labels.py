@@ -203,7 +203,10 @@ class LabelQueue:
             .where(Presentation.token == token, Expert.name == self.expert)
         )
         if found is None:
-            raise LabelError(f"token {token!r} is not a pair shown to {self.expert}")
+            raise LabelError(
+                f"token {token!r} is not a pair shown to {self.expert}: give the --expert that "
+                "`inferloop label next --json` was called with"
+            )
         return found
 
     def _open(self, session: Session, run: Run, expert: Expert) -> Presentation | None:

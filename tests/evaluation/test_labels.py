@@ -157,7 +157,7 @@ def test_one_label_per_expert_and_diff(sessions: Sessions) -> None:
         found.judge(pair.token, "left")
     with pytest.raises(LabelError, match="undo it first"):
         found.skip(pair.token, "unsure")
-    with pytest.raises(LabelError, match="is not a pair shown to bob"):
+    with pytest.raises(LabelError, match="is not a pair shown to bob: give the --expert"):
         queue(sessions, "bob").judge(pair.token, "left")
 
 
