@@ -123,12 +123,11 @@ class Upkeep:
 
     def _merge(self, connection: duckdb.DuckDBPyConnection) -> None:
         self.commits = 0
-        found = worth_merging(lake_files(connection))
-        if found is None:
-            return
-        room = self.retention.has_room(self.lake_bytes, min(found.size_bytes, MERGE_BYTES))
-        if room and merge(connection, found):
-            self.commits = MERGE_COMMITS  # there may be more
+        for small in worth_merging(lake_files(connection)):
+            room = self.retention.has_room(self.lake_bytes, min(small.size_bytes, MERGE_BYTES))
+            if room and merge(connection, small):
+                self.commits = MERGE_COMMITS  # there may be more
+                return
 
     def _retain(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._due_s[self._retain] = time.monotonic() + RETENTION_S
@@ -167,29 +166,32 @@ class SmallFiles(NamedTuple):
     size_bytes: int
 
 
-def worth_merging(files: list[LakeFile]) -> SmallFiles | None:
-    """The files that should be merged next, of the table that has most of them.
+def worth_merging(files: list[LakeFile]) -> list[SmallFiles]:
+    """What should be merged, the table with most small files first.
 
-    The smallest, and larger ones while they are no larger than all smaller ones together: a row is
-    rewritten each time its file doubles, not at each merge. DuckLake merges no file of which rows
-    were deleted: enough of those would be in the way of all others.
+    Of each table the smallest, and larger ones while they are no larger than all smaller ones
+    together: a row is rewritten each time its file doubles, not at each merge. DuckLake merges no
+    file of which rows were deleted.
     """
     of_tables: dict[str, list[int]] = {}
     for file in files:
         if file.size_bytes < SMALL_FILE_BYTES and not file.has_deletes:
             of_tables.setdefault(file.table, []).append(file.size_bytes)
-    if not of_tables:
-        return None
-    table = max(of_tables, key=lambda name: len(of_tables[name]))
-    sizes = sorted(of_tables[table])
-    if len(sizes) <= FEW_FILES:
-        return None
-    taken, largest = sum(sizes[:FEW_FILES]), sizes[FEW_FILES - 1]
-    for size in sizes[FEW_FILES:]:
-        if size > taken:
-            break
-        taken, largest = taken + size, size
-    return SmallFiles(table, largest + 1, taken)
+    most_first = sorted(of_tables.items(), key=lambda of_table: len(of_table[1]), reverse=True)
+    return [
+        _no_larger_than_the_rest(table, sorted(sizes))
+        for table, sizes in most_first
+        if len(sizes) > FEW_FILES
+    ]
+
+
+def _no_larger_than_the_rest(table: str, sizes: list[int]) -> SmallFiles:
+    """The smallest of these files, and each larger one while those before it outweigh it."""
+    taken, count = sum(sizes[:FEW_FILES]), FEW_FILES
+    while count < len(sizes) and sizes[count] <= taken:
+        taken += sizes[count]
+        count += 1
+    return SmallFiles(table, sizes[count - 1] + 1, taken)
 
 
 def merge(connection: duckdb.DuckDBPyConnection, small: SmallFiles) -> bool:

@@ -98,9 +98,10 @@ def test_a_row_is_rewritten_a_few_times_however_small_the_commits() -> None:
     written = 0
     for _ in range(1000):
         sizes += [12_000] * 20
-        while (found := worth_merging(lake_files_of(sizes))) is not None:
+        while found := worth_merging(lake_files_of(sizes)):
+            (small,) = found
             merged = 0
-            for size in [size for size in sizes if size < found.below_bytes]:
+            for size in [size for size in sizes if size < small.below_bytes]:
                 if merged < 8 << 20:
                     merged += size
                     sizes.remove(size)
@@ -111,12 +112,11 @@ def test_a_row_is_rewritten_a_few_times_however_small_the_commits() -> None:
 
 
 def test_few_files_are_left_alone_and_one_odd_file_stops_no_merge() -> None:
-    assert worth_merging([]) is None
-    assert worth_merging(lake_files_of([100] * FEW_FILES)) is None
-    assert worth_merging(lake_files_of([1 << 30] * 50)) is None
-    found = worth_merging(lake_files_of([100, *[1 << 20] * 20]))
-    assert found is not None
-    assert found.below_bytes > 1 << 20
+    assert worth_merging([]) == []
+    assert worth_merging(lake_files_of([100] * FEW_FILES)) == []
+    assert worth_merging(lake_files_of([1 << 30] * 50)) == []
+    (small,) = worth_merging(lake_files_of([100, *[1 << 20] * 20]))
+    assert small.below_bytes > 1 << 20
 
 
 def test_one_merge_is_of_a_bounded_size_and_of_the_table_that_needs_it_most(
@@ -161,10 +161,23 @@ def test_files_with_deleted_rows_are_in_the_way_of_no_other_work(
     assert not subject.run_if_due(lake, calm=True), "there is nothing left that a merge can do"
 
 
+def test_a_merge_that_finds_nothing_stops_no_other_table_s(
+    lake: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [SmallFiles("losses", 1, 1), SmallFiles("marks", 1 << 30, 1)]
+    monkeypatch.setattr(upkeep, "worth_merging", lambda _: found)
+    for text in "ab":
+        mark(lake, text)
+    subject = Upkeep(LakePlace("", ""), Limits())
+    subject.commits = upkeep.MERGE_COMMITS
+    assert subject.run_if_due(lake, calm=True)
+    assert sum(file.table == "marks" for file in lake_files(lake)) == 1
+
+
 def test_a_merge_that_finds_nothing_is_not_tried_again_at_once(
     lake: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "worth_merging", lambda _: SmallFiles("marks", 1, 1))
+    monkeypatch.setattr(upkeep, "worth_merging", lambda _: [SmallFiles("marks", 1, 1)])
     subject = Upkeep(LakePlace("", ""), Limits())
     subject.commits = upkeep.MERGE_COMMITS
     assert subject.run_if_due(lake, calm=True)
