@@ -21,6 +21,7 @@ from capture.proxy.messages import (
     own_response,
     request_bytes,
     response_bytes,
+    values_of,
 )
 from capture.proxy.outcome import Outcome
 from capture.proxy.upstream import CONNECT_S, UpstreamConnection
@@ -48,6 +49,7 @@ class Exchange:
         self._moved_s = time.monotonic()
         self._upstream: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._refusal: tuple[int, str, str, Outcome] | None = None
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._response: ResponseHead | None = None
@@ -81,6 +83,7 @@ class Exchange:
             self._send(last_chunk(trailers))
         if self._observation is not None:
             self._observation.upload_end()
+        self._refuse_if_read()
 
     def client_gone(self) -> None:
         self._end(Outcome.CLIENT_GONE, "the client closed the connection", reusable=False)
@@ -178,13 +181,24 @@ class Exchange:
             connection = await self._proxy.pool.connect()
         except TimeoutError:
             message = f"the upstream {address.url} did not accept a connection within {CONNECT_S} s"
-            self._fail(504, "upstream_timeout", message, Outcome.UPSTREAM_TIMEOUT)
+            self._refusal = 504, "upstream_timeout", message, Outcome.UPSTREAM_TIMEOUT
         except OSError as error:
             reason = error.strerror or str(error)
             message = f"the upstream {address.url} cannot be reached: {reason}"
-            self._fail(502, "upstream_unreachable", message, Outcome.UPSTREAM_ERROR)
+            self._refusal = 502, "upstream_unreachable", message, Outcome.UPSTREAM_ERROR
         else:
             self._attach(connection)
+        self._refuse_if_read()
+
+    def _refuse_if_read(self) -> None:
+        """Tell a client that there is no upstream, once its request has been read: what is refused
+        is captured, too. At once if it is long, or if the client waits to be told to send it."""
+        if self._refusal is None:
+            return
+        self._proxy.last_upstream_error = self._refusal[2]
+        is_long = self._pending_bytes > PENDING_BYTES
+        if self.request_ended or is_long or values_of(self.head.headers, b"expect"):
+            self._fail(*self._refusal)
 
     def _attach(self, connection: UpstreamConnection) -> None:
         self._upstream = connection
@@ -202,6 +216,7 @@ class Exchange:
         self._pending_bytes += len(data)
         if self._pending_bytes > PENDING_BYTES:
             self._client.pause("connecting", True)
+            self._refuse_if_read()
 
     def _fail(self, status: int, code: str, message: str, outcome: Outcome) -> None:
         """Tell the client: by an error while it has no answer yet, else by a broken connection."""

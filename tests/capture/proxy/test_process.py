@@ -222,6 +222,11 @@ def test_second_signal_waits_no_longer(
     assert record["error_type"] == "proxy_stopped"
 
 
+def last_error(proxy: ProxyProcess) -> str:
+    health = httpx.get(proxy.url + "/inferloop/health", **PATIENT).json()
+    return str(health["last_upstream_error"])
+
+
 def test_upstream_that_is_down(start_proxy: Start, tmp_path: Path) -> None:
     unused = socket.socket()  # kept, so that nobody else gets the port; it does not listen
     unused.bind(("127.0.0.1", 0))
@@ -232,12 +237,37 @@ def test_upstream_that_is_down(start_proxy: Start, tmp_path: Path) -> None:
     assert answer.status_code == 502
     assert error["code"] == "upstream_unreachable"
     assert url in error["message"]
-    health = httpx.get(proxy.url + "/inferloop/health", **PATIENT).json()
-    assert "cannot be reached" in health["last_upstream_error"]
+    assert "cannot be reached" in last_error(proxy)
     (record,) = until(proxy.records, "a traffic record")
     assert (record["status"], record["error_type"]) == (502, "upstream_error")
     assert proxy.stop() == 0
     unused.close()
+
+
+def test_what_is_refused_is_captured_though_its_body_comes_late(
+    start_proxy: Start, tmp_path: Path
+) -> None:
+    """But a long one, or who waits to be told to send it, is refused at once."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        proxy = start_proxy(f"http://127.0.0.1:{unused.getsockname()[1]}", tmp_path)
+        body = json.dumps(QUESTION).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_S) as late:
+            late.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
+            until(lambda: "cannot be reached" in last_error(proxy), "the refusal")
+            late.sendall(body)
+            assert late.recv(65536).startswith(b"HTTP/1.1 502 ")
+        (record,) = until(proxy.records, "a traffic record")
+        assert record["messages"] == QUESTION["messages"]
+        for sent in (
+            b"Content-Length: 9\r\nExpect: 100-continue\r\n\r\n",
+            b"Content-Length: 9999999\r\n\r\n" + b"x" * 200_000,
+        ):
+            with socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_S) as other:
+                other.sendall(head + sent)
+                assert other.recv(65536).startswith(b"HTTP/1.1 502 ")
+        assert proxy.stop() == 0
 
 
 @pytest.fixture
