@@ -120,7 +120,7 @@ def test_int8_results_do_not_depend_on_chunk_prefix_or_batch(
 ) -> None:
     runner, everything = real_torch("int8"), greedy(50)
     prompts = prompts_of(real_model("int8"))
-    ids = [*prompts[0], *prompts[4]]
+    ids = [*prompts[0], *prompts[4]][:84]  # more takes minutes where the CPU has no VNNI
     torch.set_num_threads(2)
     tables = [[16 * r + (5 * i + r) % 16 for i in range(16)] for r in range(9)]
     expected = top_of(runner, [Row(ids, 0, tables[0], everything)])[0]
@@ -131,7 +131,8 @@ def test_int8_results_do_not_depend_on_chunk_prefix_or_batch(
     after_hit = tables[0][:4] + tables[8][4:]
     assert top_of(runner, [Row(ids[64:], 64, after_hit, everything)])[0] == expected
     rows = [
-        Row(prompt, 0, table, everything) for prompt, table in zip(prompts, tables, strict=False)
+        Row(prompt[: 9 * size], 0, table, everything)
+        for size, prompt, table in zip((1, 2, 3, 4), prompts, tables, strict=False)
     ]
     rows[3] = Row(ids, 0, tables[3], everything)
     assert top_of(runner, rows)[3] == expected
