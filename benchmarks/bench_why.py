@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import report
-from capture.collecting.upkeep import merge
+from benchmarks.trace_lake import merge_all
 from capture.lake import LakePlace, open_connection
 from capture.why.lookup import Ranking, find, slowest
 from capture.why.report import explain
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 TOKENS_PER_REQUEST = 250
 BATCH = 64
 COMMIT_STEPS = 3000  # about 200,000 tokens, as the collector commits
-MERGES = 10
 
 ENGINE = "'11111111-2222-3333-4444-555555555555'::UUID"
 NOISE = "(hash({}) % 1000 / 1000.0)"
@@ -127,8 +126,7 @@ def build(place: LakePlace, tokens: int) -> None:
         (steps,) = lake.execute("SELECT count(*) FROM clocked").fetchone() or (0,)
         for low in range(0, steps, COMMIT_STEPS):
             lake.execute(TOKENS, {"low": low, "high": low + COMMIT_STEPS})
-        for _ in range(MERGES):
-            merge(lake)
+        merge_all(lake)
 
 
 def timed(action: Callable[[], Any], repeat: int) -> dict[str, float]:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capture.collecting.ingest import LOGPROB_BITS, MARGIN_BITS, rounded
-from capture.collecting.retention import METADATA
+from capture.collecting.retention import lake_files
 from capture.collecting.rollup_schedule import ROLLUP_S, ROLLUP_TOKENS
-from capture.collecting.upkeep import merge
+from capture.collecting.upkeep import merge, worth_merging
 from capture.rollup import ALL_STEPS, roll_up
 
 if TYPE_CHECKING:
@@ -132,16 +132,13 @@ def write_lake(lake: duckdb.DuckDBPyConnection, data: Path, tokens: int) -> None
         share = max(1, tokens * found.tokens // total)
         _write_engine(lake, str(UUID(int=number)), name, found.repeated(share))
     lake.unregister("made_values")
-    _merge_all(lake)
+    merge_all(lake)
 
 
-def _merge_all(lake: duckdb.DuckDBPyConnection) -> None:
-    """The collector's merges, each of a bounded number of files, until one changes nothing."""
-    listed = f"SELECT count(*) FROM {METADATA}.ducklake_data_file WHERE end_snapshot IS NULL"
-    files, before = lake.execute(listed).fetchone(), None
-    while files != before:
-        merge(lake)
-        files, before = lake.execute(listed).fetchone(), files
+def merge_all(lake: duckdb.DuckDBPyConnection) -> None:
+    """The collector's merges, one after the other until there is nothing left for them."""
+    while any(merge(lake, small) for small in worth_merging(lake_files(lake))):
+        pass
 
 
 def _values() -> dict[str, NDArray[Any]]:
