@@ -149,6 +149,9 @@ def _passes(error: Exception) -> bool:
 def _run_step(connection: duckdb.DuckDBPyConnection, stored: tuple[int, str] | None) -> None:
     """Whatever comes next, in one transaction that also says that it is done."""
     connection.execute("BEGIN")
+    if stored is not None and _is_current(stored_version(connection), connection):
+        connection.execute("ROLLBACK")  # somebody else has done it since `stored` was read
+        return
     if stored is None:
         version = SCHEMA_VERSION
         for table in TABLES:
